@@ -1,0 +1,1 @@
+"""Installs the agent skill into the folders where clients look for skills."""
