@@ -131,21 +131,37 @@ class TargetProfile(_Model):
 
     `block_size_on` says who carries block_size: ModelCacheInfo (before 2026-06-11) or each CacheEntry.
     `registers_groups` says that the model, not the comm manager, registers communication groups.
+    `paged` is False for a framework that has no cache entries at all. `config_fields` lists, per attribute of the
+    configuration object, the fields that the target's dataclasses really have. `torch_npu` holds every release that
+    fits what is known, `operators` what they agree on (None: they differ). `null_block_zeroed` says whether fresh
+    cache memory is zeroed (None: not seen).
     """
 
     found: bool
     root: str | None = None
+    paged: bool = True
     block_size_on: Literal["model", "entry"] = "entry"
     cache_entry_fields: tuple[str, ...] = ()
+    layer_cache_info_fields: tuple[str, ...] = ()
     model_cache_info_fields: tuple[str, ...] = ()
     forward_metadata_fields: tuple[str, ...] = ()
+    config_fields: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    cache_info_module: str | None = "executor.core.kv_cache.cache_info"
+    forward_metadata_module: str | None = "executor.utils.forward_metadata"
     registers_groups: bool = True
     registration: str | None = None
     input_era: Literal["padded-2d", "packed-1d"] = "packed-1d"
     attn_types: tuple[str, ...] = ("FullAttention", "SlidingWindow")
+    fixed_block_types: tuple[str, ...] = ("SlidingWindow",)
+    mamba_cache_entry: bool = True
+    null_block_zeroed: bool | None = None
+    default_block_size: int = 128
     torch_npu: tuple[str, ...] = ()
+    torch_npu_source: str = "assumed"
     fa_version: Literal[1, 2] = 2
+    fa_reason: str = ""
     kv_rmsnorm_rope_version: Literal[1, 2] = 2
+    operators: dict[str, bool | None] = Field(default_factory=dict)
     operator_profile: str = "default"
     notes: tuple[str, ...] = ()
 
