@@ -1,0 +1,95 @@
+"""Copying the embedded target repository and its models to a folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["ERAS", "MODELS", "EmbeddedModel", "materialise"]
+
+_HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class EmbeddedModel:
+    """One Legacy model. `era` is the API it was written for; `classes` are (model, configuration)."""
+
+    name: str
+    era: str
+    classes: tuple[str, str]
+    summary: str
+
+
+# Layers copied on top of each other, in order. A later layer replaces files of an earlier one.
+ERAS: dict[str, tuple[str, ...]] = {
+    "2026-04": ("common", "era_2026_04"),
+}
+
+MODELS: dict[str, EmbeddedModel] = {
+    model.name: model
+    for model in (
+        EmbeddedModel(
+            "tiny_dense",
+            "2026-04",
+            ("TinyDenseForCausalLM", "TinyDenseConfig"),
+            "dense, grouped-query attention, plain PyTorch, packed input",
+        ),
+    )
+}
+
+
+def materialise(dest: Path, era: str = "2026-04", models: Iterable[str] = ("tiny_dense",)) -> Path:
+    """Write the target repository of an API era with the named models under `dest/models/`, and register them.
+
+    `dest` is created; existing files of the same name are overwritten. Raises ValueError for an unknown era or model.
+    """
+    if era not in ERAS:
+        raise ValueError(f"unknown era {era!r}; there are {', '.join(ERAS)}")
+    names = list(models)
+    for name in names:
+        if name not in MODELS:
+            raise ValueError(f"unknown model {name!r}; there are {', '.join(MODELS)}")
+    dest.mkdir(parents=True, exist_ok=True)
+    for layer in ERAS[era]:
+        _copy(_HERE / "target" / layer, dest)
+    for name in names:
+        _copy(_HERE / "models" / name, dest / "models" / name)
+    _register(dest, [MODELS[name] for name in names])
+    return dest
+
+
+def _copy(source: Path, dest: Path) -> None:
+    ignore = shutil.ignore_patterns("__pycache__", "*.pyc")  # an installed wheel is byte-compiled
+    shutil.copytree(source, dest, dirs_exist_ok=True, ignore=ignore)
+
+
+def _register(dest: Path, models: list[EmbeddedModel]) -> None:
+    """Write the registry in the form the era uses: a dict of classes, or lazy (module, class) specs."""
+    eager = dest / "executor/core/entrypoints/support_models.py"
+    if eager.is_file():
+        imports, entries = [], []
+        for model in models:
+            package = f"models.{model.name}.models"
+            imports += [
+                f"from {package}.modeling_{model.name} import {model.classes[0]}",
+                f"from {package}.configuration_{model.name} import {model.classes[1]}",
+            ]
+            entries.append(f'    "{model.name}": ({", ".join(model.classes)}),')
+        text = eager.read_text(encoding="utf-8").split("\nmodel_dict")[0]
+        body = "\n".join([*imports, "", "model_dict = {", *entries, "}", ""])
+        eager.write_text(f"{text}\n{body}", encoding="utf-8")
+        return
+    lazy = dest / "executor/core/support_models.py"
+    head, marker, tail = lazy.read_text(encoding="utf-8").partition("}\n")
+    specs = []
+    for model in models:
+        package = f"models.{model.name}.models"
+        specs += [
+            f'    "{model.name}": [',
+            f'        ("{package}.modeling_{model.name}", "{model.classes[0]}"),',
+            f'        ("{package}.configuration_{model.name}", "{model.classes[1]}"),',
+            "    ],",
+        ]
+    lazy.write_text(head + "\n".join([*specs, ""]) + marker + tail, encoding="utf-8")

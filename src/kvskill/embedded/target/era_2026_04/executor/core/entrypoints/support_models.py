@@ -1,0 +1,3 @@
+"""Models by name: (model class, [draft model class,] configuration class)."""
+
+model_dict = {}
