@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,7 @@ def worker(
 ) -> None:
     """One rank; rank 0 writes its logit rows to `out`."""
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # transformers 5 on older config spellings
     if world > 1:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         dist.init_process_group("gloo", rank=rank, world_size=world)
