@@ -40,4 +40,14 @@ def _implement(library: Any, schemas: dict[str, Any]) -> None:
     kernels = load_kernels()
     for name, schema in schemas.items():
         kernel = kernels.get(name)
+        if kernel is None and _runs_on_cpu(schema):
+            continue
         library.impl(name, implementation(schema, kernel) if kernel else missing(schema), "CPU")
+
+
+def _runs_on_cpu(schema: Any) -> bool:
+    """True for operators of the wheel that are composed of others or have a CPU kernel of their own."""
+    name = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    keys = ("CPU", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
+    return any(has(name, key) for key in keys)
