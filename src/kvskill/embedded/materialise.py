@@ -24,7 +24,14 @@ class EmbeddedModel:
 
 # Layers copied on top of each other, in order. A later layer replaces files of an earlier one.
 ERAS: dict[str, tuple[str, ...]] = {
-    "2026-04": ("common", "era_2026_04"),
+    # Padded 2-D batches and Legacy caches only: not a conversion target; 2-D models run here before it.
+    "2026-03": ("common", "early", "era_2026_03"),
+    # Packed tokens; block_size on ModelCacheInfo; the framework creates the communication groups.
+    "2026-04": ("common", "early", "paged", "era_2026_04"),
+    # block_size and manager_key on CacheEntry; models register their groups; lazy registry.
+    "2026-06": ("common", "paged", "era_2026_06"),
+    # Recurrent states, cache layouts, is_warm_up; a step returns a bool.
+    "2026-08": ("common", "paged", "era_2026_06", "era_2026_08"),
 }
 
 MODELS: dict[str, EmbeddedModel] = {
@@ -41,9 +48,10 @@ MODELS: dict[str, EmbeddedModel] = {
 
 
 def materialise(dest: Path, era: str = "2026-04", models: Iterable[str] = ("tiny_dense",)) -> Path:
-    """Write the target repository of an API era with the named models under `dest/models/`, and register them.
+    """Write the target repository of an API era with the named models, and register the models.
 
-    `dest` is created; existing files of the same name are overwritten. Raises ValueError for an unknown era or model.
+    `dest` is created; existing files of the same name are overwritten. Raises ValueError for an unknown
+    era or model.
     """
     if era not in ERAS:
         raise ValueError(f"unknown era {era!r}; there are {', '.join(ERAS)}")
