@@ -131,7 +131,9 @@ def build_legacy(case: Case, weights: Path, rank: int, world: int, era: str, len
         for k, v in vars(configuration).items()
         if k.endswith("Config") and getattr(v, "__module__", "") == configuration.__name__
     )
-    sections = yaml.safe_load(case.yaml_files[0].read_text(encoding="utf-8"))
+    settings = [yaml.safe_load(file.read_text(encoding="utf-8")) for file in case.yaml_files]
+    same_width = [s for s in settings if (s.get("parallel_config") or {}).get("world_size", 1) == world]
+    sections = [*same_width, *settings][0]
     infer_config = mini_executor.make_config(sections, rank, world, *lengths)
     config = config_cls.from_pretrained(
         str(case.path), low_cpu_mem_usage=True, ignore_mismatched_sizes=True, runner_settings=infer_config
