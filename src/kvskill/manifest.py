@@ -167,16 +167,23 @@ class TargetProfile(_Model):
 
 
 class MemoryPlan(_Model):
-    """Bytes per rank, Legacy against Paged, from the framework's own formulas."""
+    """Bytes per rank, Legacy against Paged, from the framework's own formulas.
+
+    `paged_bytes` are the cache tensors themselves; `padding_bytes` what the allocator adds to align them.
+    """
 
     yaml: str | None = None
     batch_size: int
+    batch_per_rank: int = 1
     input_len: int
     max_new_tokens: int
     tp: int
     block_size: int
+    next_n: int = 0
+    max_total_len: int = 0
     legacy_bytes: int
     paged_bytes: int
+    padding_bytes: int = 0
     blocks: dict[str, int] = Field(default_factory=dict)
 
 
