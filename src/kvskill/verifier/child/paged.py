@@ -1,0 +1,157 @@
+"""Runs of the Paged model: the recorded one, and three more that must agree with it.
+
+1. recorded: permuted block ids, NaN in the null block and in every block that nobody owns;
+2. again: nothing is reset, so blocks are reused in another order with stale data in them;
+3. staggered: large finite poison, requests in reverse order, ends at different steps (rows move up, idle rows).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvskill.verifier.child.caches import Caches
+from kvskill.verifier.child.framework import serves_idle_rows
+from kvskill.verifier.child.links import check, release_link
+from kvskill.verifier.child.target import FINITE_POISON, Tap
+
+__all__ = ["run_paged"]
+
+
+def run_paged(
+    target: Any, caches: Caches, cache_info: Any, job: dict[str, Any], result: dict[str, Any]
+) -> Any:
+    """All runs; returns the arrays of the recorded run (and of the others, by prefix, when they differ)."""
+    from kvskill.verifier.child.observe import Observer
+    from kvskill.verifier.child.recorder import Recorder
+
+    if target.engine.kvcache_manager is not None:
+        caches.attach(target.engine.kvcache_manager)
+    groups = {c.layer: c.group for c in caches.tensors}
+    windows = {c.layer: c.window for c in caches.tensors}
+    observer = Observer(caches, groups, windows)
+    recorder = Recorder(target, job, Tap(target.model), observer, caches)
+    waves = [list(w) for w in job["waves"]]
+    idle = serves_idle_rows(target.engine)
+    if not idle:
+        waves = [w + [w[-1]] * (int(job["batch_size"]) - len(w)) for w in waves]
+        result["notes"].append(
+            "this tree fills its batch with copies of the last prompt: no idle rows were run"
+        )
+    seed = int(job["seed"])
+
+    result["phase"] = "run"
+    caches.permute(seed)
+    caches.start(float("nan"))
+    recorder.begin(keep_hidden=True)
+    _waves(target, recorder, waves, job, result, "release.blocks")
+    arrays = recorder.arrays()
+    first = recorder.logits
+    result["observations"] = observer.to_json()
+    result["problems"] = recorder.problems
+    result["first_decode"] = {str(r): n for r, n in recorder.first_decode.items()}
+    result["permuted"] = caches.permuted
+    if not job["metamorphic"]:
+        return arrays
+
+    result["phase"] = "run again"
+    caches.start(None)
+    recorder.begin(keep_hidden=False)
+    _waves(target, recorder, waves, job, result, "release.no-leak")
+    arrays.update(
+        _judge(result, "run.again", first, recorder, "same run, blocks reused in another order", "again/")
+    )
+
+    result["phase"] = "run staggered"
+    caches.permute(seed + 1)
+    caches.start(FINITE_POISON)
+    recorder.begin(keep_hidden=False)
+    steps = int(job["steps"])
+    stagger = {r: max(2, steps - 5 * r) for r in range(len(job["prompts"]))} if idle else None
+    _waves(target, recorder, [w[::-1] for w in waves[::-1]], job, result, "release.staggered", stagger)
+    text = "reverse order, finite poison" + (", ends at different steps" if idle else "")
+    arrays.update(_judge(result, "run.staggered", first, recorder, text, "staggered/"))
+    return arrays
+
+
+def _waves(
+    target: Any,
+    recorder: Any,
+    waves: list[list[int]],
+    job: dict[str, Any],
+    result: dict[str, Any],
+    link: str,
+    stagger: dict[int, int] | None = None,
+) -> None:
+    """Run the waves one after the other; the scheduler is reset between them, as generate() does."""
+    scheduler, engine = target.scheduler, target.engine
+    restore = _stagger(scheduler, recorder, stagger) if stagger else None
+    done = 0
+    for wave in waves:
+        scheduler.reset()
+        recorder.requests = {}
+        for request in wave:
+            recorder.requests[scheduler.add_request(f"#{request}")] = request
+        limit = 4 * (int(job["steps"]) + len(wave)) + 16
+        while scheduler.has_work():
+            if not scheduler.run_step(engine):
+                raise RuntimeError("the scheduler has work but scheduled no batch")
+            limit -= 1
+            if limit < 0:
+                raise RuntimeError("the scheduler does not come to an end")
+        done += len(wave)
+    if restore is not None:
+        restore()
+    release_link(recorder.caches, done, result, link)
+
+
+def _stagger(scheduler: Any, recorder: Any, stagger: dict[int, int]) -> Any:
+    """End each request after its own number of decode steps."""
+    original = scheduler._should_finish
+    steps: dict[int, int] = {}
+
+    def should_finish(request: Any) -> bool:
+        number = recorder.requests[request.request_id]
+        steps[number] = steps.get(number, 0) + 1
+        return bool(original(request)) or steps[number] >= stagger[number]
+
+    scheduler._should_finish = should_finish
+
+    def restore() -> None:
+        scheduler._should_finish = original
+
+    return restore
+
+
+def _judge(
+    result: dict[str, Any], name: str, first: Any, recorder: Any, text: str, prefix: str
+) -> dict[str, Any]:
+    """Compare a run with the recorded one, at every position both have."""
+    worst, where, nan, count = 0.0, None, 0, 0
+    for request, found in recorder.logits.items():
+        reference = first.get(request, {})
+        scale = max(
+            (float(np.nanmax(np.abs(v))) for v in reference.values() if np.isfinite(v).any()), default=1.0
+        )
+        for position, values in found.items():
+            if position not in reference:
+                continue
+            count += 1
+            other = reference[position]
+            if np.isnan(values).any() or np.isnan(other).any():
+                if not (np.isnan(values) == np.isnan(other)).all():
+                    nan += 1
+                    where = where or (request, position)
+                continue
+            difference = float(np.abs(values - other).max()) / (scale or 1.0)
+            if difference > worst:
+                worst, where = difference, (request, position)
+    ok = nan == 0 and worst <= 1e-5 and count > 0
+    figures = f"{text}: {count} positions, max difference {worst:.1e}"
+    if nan:
+        figures += f", {nan} positions with NaN in only one of the runs"
+    if not ok and where is not None:
+        figures += f" (request {where[0]}, position {where[1]})"
+    check(result, name, ok, figures)
+    return {} if ok else recorder.arrays(prefix)

@@ -1,0 +1,109 @@
+"""Figures: how far two parties' logits are apart, and in which layer the difference begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Comparison", "compare", "first_difference", "table_tolerance"]
+
+TOLERANCE = {"fp32": 1e-4, "bf16": 4e-2}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One request against one oracle. `relative` is max |a - b| / max |reference logit| over the positions."""
+
+    oracle: str
+    request: int
+    prompt: int
+    positions: int
+    relative: float
+    nan: int
+    tolerance: float
+    first_bad: int | None
+    missing: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Within the tolerance, no NaN, every position present."""
+        return self.nan == 0 and self.missing == 0 and self.positions > 0 and self.relative <= self.tolerance
+
+
+def table_tolerance(dtype: str, given: float | None) -> float:
+    """The bound for a dtype, unless one was given."""
+    return given if given is not None else TOLERANCE[dtype]
+
+
+def _rows(arrays: dict[str, Any], request: int, name: str = "logits") -> dict[int, Any]:
+    where = "positions" if name == "logits" else f"{name}_positions"
+    key = f"{name}/{request}"
+    if key not in arrays:
+        return {}
+    return dict(zip(arrays[f"{where}/{request}"].tolist(), arrays[key], strict=True))
+
+
+def compare(
+    oracle: str, reference: dict[str, Any], tested: dict[str, Any], prompts: list[int], tolerance: float
+) -> list[Comparison]:
+    """One Comparison per request. A position that the oracle has and the tested party lacks counts as missing,
+    up to the last position that the tested party reached."""
+    out = []
+    for request, prompt in enumerate(prompts):
+        ref, got = _rows(reference, request), _rows(tested, request)
+        common = sorted(set(ref) & set(got))
+        scale = max((float(np.abs(ref[p]).max()) for p in common), default=1.0) or 1.0
+        worst, nan, first = 0.0, 0, None
+        for position in common:
+            if np.isnan(got[position]).any():
+                nan += 1
+                first = position if first is None else first
+                continue
+            difference = float(np.abs(got[position] - ref[position]).max()) / scale
+            if difference > tolerance and first is None:
+                first = position
+            worst = max(worst, difference)
+        last = max(got, default=-1)
+        missing = sum(1 for p in ref if p not in got and p <= last)
+        out.append(Comparison(oracle, request, prompt, len(common), worst, nan, tolerance, first, missing))
+    return out
+
+
+def first_difference(
+    reference: dict[str, Any], tested: dict[str, Any], request: int, position: int, tolerance: float
+) -> tuple[int, str] | None:
+    """(layer, "attention" or "layer") where the hidden states of this position first differ, if they were kept."""
+    layers: dict[int, dict[str, float]] = {}
+    prefix = f"hidden/{request}/"
+    for key in tested:
+        if not key.startswith(prefix) or key not in reference:
+            continue
+        where = tested.get(f"hidden_positions/{request}/{key[len(prefix) :]}")
+        at = reference.get(
+            f"hidden_positions/{request}/{key[len(prefix) :]}", reference.get(f"positions/{request}")
+        )
+        if where is None or at is None or position not in where or position not in at:
+            continue
+        ours = tested[key][:, int(np.where(where == position)[0][0])]
+        theirs = reference[key][:, int(np.where(at == position)[0][0])]
+        if ours.shape[-1] != theirs.shape[-1]:
+            continue
+        layer, kind = key[len(prefix) :].split(".")
+        layers.setdefault(int(layer), {})[kind] = _nearest(ours, theirs)
+    for number in sorted(layers):
+        for kind in ("attention", "layer"):
+            if layers[number].get(kind, 0.0) > tolerance:
+                return number, kind
+    return None
+
+
+def _nearest(ours: Any, theirs: Any) -> float:
+    best = float("inf")
+    for a in ours:
+        for b in theirs:
+            if np.isnan(a).any():
+                continue
+            best = min(best, float(np.abs(a - b).max()) / (float(np.abs(b).max()) or 1.0))
+    return best
