@@ -43,6 +43,18 @@ MODELS: dict[str, EmbeddedModel] = {
             ("TinyDenseForCausalLM", "TinyDenseConfig"),
             "dense, grouped-query attention, plain PyTorch, packed input",
         ),
+        EmbeddedModel(
+            "tiny_moe2d",
+            "2026-03",
+            ("TinyMoe2dForCausalLM", "TinyMoe2dConfig"),
+            "mixture of experts, grouped-query attention, FA v1 BSH, padded 2-D input",
+        ),
+        EmbeddedModel(
+            "tiny_mixed",
+            "2026-04",
+            ("TinyMixedForCausalLM", "TinyMixedConfig"),
+            "dense, sliding-window and full layers, plain PyTorch, packed input",
+        ),
     )
 }
 

@@ -1,0 +1,1 @@
+"""Layers that split their weights over ranks."""
