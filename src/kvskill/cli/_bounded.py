@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import click
 
 __all__ = ["emit", "json_option", "lines_option", "unknown_name"]
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Machine-readable output, complete.")
 
 
-def lines_option(default: int) -> click.decorators.FC:  # type: ignore[type-var]
+def lines_option(default: int) -> Callable[[_F], _F]:
     """`--lines N`: the most lines to print, 0 for all."""
-    return click.option(  # type: ignore[return-value]
-        "--lines", type=click.IntRange(min=0), default=default, show_default=True, help="Most lines to print; 0 for all."
+    return click.option(
+        "--lines",
+        type=click.IntRange(min=0),
+        default=default,
+        show_default=True,
+        help="Most lines to print; 0 for all.",
     )
 
 

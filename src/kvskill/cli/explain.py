@@ -36,7 +36,8 @@ def _errors() -> Mapping[str, Any]:
 def _code(code: str) -> dict[str, Any]:
     rule = _rules()[code]
     page = resources.files("kvskill").joinpath(f"references/rules/{code}.md")
-    body = page.read_text(encoding="utf-8") if page.is_file() else f"# {rule['name']} ({code})\n\n{rule['summary']}\n"
+    short = f"# {rule['name']} ({code})\n\n{rule['summary']}\n"
+    body = page.read_text(encoding="utf-8") if page.is_file() else short
     return {"kind": "code", "name": code, "rule": rule["name"], "summary": rule["summary"], "text": body}
 
 
@@ -54,7 +55,8 @@ def _error(name: str) -> dict[str, Any]:
     row = _errors()[name]
     text = (
         f"{row['pattern']}\n{row['zh']}\nsymptom: {row['symptom']}\ncause: {row['cause']} "
-        f"[{']['.join(row['evidence'])}]\ncure: {row['cure']}\nseed: {row['seed']}\nsee also: {', '.join(row['see'])}\n"
+        f"[{']['.join(row['evidence'])}]\ncure: {row['cure']}\nseed: {row['seed']}\n"
+        f"see also: {', '.join(row['see'])}\n"
         "letters: kvskill explain evidence; NPU: not run"
     )
     return {"kind": "common error", "name": name, **row, "text": text}

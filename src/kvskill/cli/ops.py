@@ -73,7 +73,8 @@ def list_(release: str | None, everything: bool, lines: int, as_json: bool) -> N
         names = [n for n in names if n in here]
     if as_json:
         rows = [{"name": n, "summary": facts[n].summary if n in facts else None} for n in names]
-        click.echo(json.dumps({"operators": rows, "releases": list(table.releases)}, indent=1, ensure_ascii=False))
+        data = {"operators": rows, "releases": list(table.releases)}
+        click.echo(json.dumps(data, indent=1, ensure_ascii=False))
         return
     text = [f"{n}: {facts[n].summary}" if n in facts else n for n in names]
     emit([*text, "", f"torch_npu releases: {', '.join(table.releases)}"], lines)

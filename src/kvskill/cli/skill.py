@@ -11,6 +11,7 @@ from kvskill.cli._bounded import json_option
 from kvskill.diagnostics import ExitCode
 from kvskill.skillpack import clients as _clients
 from kvskill.skillpack import install as _install
+from kvskill.skillpack.pack import SKILL_NAME
 
 _NAMES = _clients.client_names()
 _client = click.option("--client", type=click.Choice(_NAMES), required=True, help="The agent client.")
@@ -22,7 +23,12 @@ _scope = click.option(
     help="Below --dir, or below the home directory.",
 )
 _dir = click.option(
-    "--dir", "project", type=click.Path(path_type=Path), default=Path(), show_default=True, help="Project folder."
+    "--dir",
+    "project",
+    type=click.Path(path_type=Path),
+    default=Path(),
+    show_default=True,
+    help="Project folder.",
 )
 _dry = click.option("--dry-run", is_flag=True, help="Show what would be done.")
 _force = click.option("--force", is_flag=True, help="Replace edited or foreign files (a backup is kept).")
@@ -62,7 +68,9 @@ def _report(plan: _install.Plan, verb: str, dry_run: bool, as_json: bool) -> Non
 @_dry
 @_force
 @json_option
-def install(client: str, scope: _clients.Scope, project: Path, dry_run: bool, force: bool, as_json: bool) -> None:
+def install(
+    client: str, scope: _clients.Scope, project: Path, dry_run: bool, force: bool, as_json: bool
+) -> None:
     """Copy the skill, and its roles where the client knows them, into the client's folder."""
     base = _clients.base_folder(scope, project)
     plan = _install.plan_install(base, _clients.load_client(client, scope), force)
@@ -78,7 +86,9 @@ def install(client: str, scope: _clients.Scope, project: Path, dry_run: bool, fo
 @_dry
 @_force
 @json_option
-def uninstall(client: str, scope: _clients.Scope, project: Path, dry_run: bool, force: bool, as_json: bool) -> None:
+def uninstall(
+    client: str, scope: _clients.Scope, project: Path, dry_run: bool, force: bool, as_json: bool
+) -> None:
     """Remove what `install` wrote; folders it made go too when they are empty."""
     base = _clients.base_folder(scope, project)
     plan = _install.plan_uninstall(base, _clients.load_client(client, scope), force)
@@ -102,7 +112,8 @@ def status(client: str | None, scope: _clients.Scope, project: Path, as_json: bo
     for name in [client] if client else _NAMES:
         found = _clients.load_client(name, scope)
         state, paths = _install.status(base, found)
-        rows.append({"client": name, "state": state, "folder": f"{found.skills}/model-infer-kvcache", "differs": paths})
+        folder = f"{found.skills}/{SKILL_NAME}"
+        rows.append({"client": name, "state": state, "folder": folder, "differs": paths})
     if as_json:
         click.echo(json.dumps(rows, indent=1, ensure_ascii=False))
     else:

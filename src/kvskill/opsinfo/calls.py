@@ -47,7 +47,7 @@ def _other_version(keyword: str, version: int) -> str | None:
     for row in reference_data("operators/fused_infer_attention")["argument_map"]:
         theirs = [n.strip() for n in str(row[there]).split(",")]
         ours = [n.strip() for n in str(row[here]).split(",")]
-        if keyword in theirs and keyword not in ours:
+        if keyword in theirs and keyword not in ours and ours != ["absent"]:
             return ", ".join(ours)
     return None
 
@@ -83,22 +83,23 @@ def _attention_rules(call: ast.Call, version: int) -> list[str]:
         same = _other_version(name, version)
         if same:
             out.append(f"{name} is the other version's name; FA v{version} calls it {same}")
-    required: Mapping[int, list[str]] = reference_data("operators/fused_infer_attention")["required_arguments"]
-    absent = [n for n in required[version] if n not in keywords]
+    tables: Mapping[str, Mapping[int, list[str]]] = reference_data("operators/fused_infer_attention")
+    absent = [n for n in tables["required_arguments"][version] if n not in keywords]
     if absent and not spread:
         out.append(f"relies on a default for {', '.join(absent)}")
     if "block_table" in keywords and "block_size" not in keywords and not spread:
         out.append("block_table without block_size")
     mode = keywords.get("sparse_mode")
-    if isinstance(mode, ast.Constant) and mode.value in (1, 2, 3, 4) and "atten_mask" not in keywords and not spread:
-        out.append(f"sparse_mode={mode.value} without atten_mask")
+    number = mode.value if isinstance(mode, ast.Constant) else None
+    if number in (1, 2, 3, 4) and "atten_mask" not in keywords and not spread:
+        out.append(f"sparse_mode={number!r} without atten_mask")
     return out
 
 
 def check_calls(text: str, schemas: Iterable[str]) -> list[CallProblem]:
     """Problems of the known operators' calls in `text`, in source order; raises SyntaxError.
 
-    `schemas`: schema strings of one release. An operator of the fact tables that the release lacks is a problem.
+    `schemas`: schema strings of one release. A call of an operator that it lacks is a problem.
     """
     by_name: dict[str, list[Schema]] = {}
     for item in schemas:

@@ -42,7 +42,7 @@ class OperatorFacts:
 
 @functools.cache
 def reference_data(name: str) -> Any:
-    """A YAML file of the packaged `references/` folder, e.g. `operators/sources`, `topics`, `common_errors`."""
+    """A YAML file of the packaged `references/` folder by name, e.g. `operators/sources` or `topics`."""
     path = resources.files("kvskill").joinpath(f"references/{name}.yaml")
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 __all__ = ["Argument", "Schema", "parse_schema"]
 
-_HEAD = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?:\.(?P<overload>[A-Za-z0-9_]+))?\((?P<rest>.*)$", re.DOTALL)
+_HEAD = re.compile(
+    r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?:\.(?P<overload>[A-Za-z0-9_]+))?\((?P<rest>.*)$", re.DOTALL
+)
 _ARGUMENT = re.compile(
     r"(?P<type>\S.*?)\s+(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?:\s*=\s*(?P<default>.*))?$", re.DOTALL
 )
@@ -16,7 +18,7 @@ _OPEN, _CLOSE = "([{", ")]}"
 
 @dataclass(frozen=True)
 class Argument:
-    """One parameter. `type` and `default` are schema text; `default` is None when the argument is required."""
+    """One parameter. `type` and `default` are schema text; no default (None) means required."""
 
     name: str
     type: str

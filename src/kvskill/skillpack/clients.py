@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -55,7 +54,7 @@ def load_client(name: str, scope: Scope) -> Client:
 
 def base_folder(scope: Scope, project: Path) -> Path:
     """The folder that a client's paths are relative to. Raises InputError (KV080) when it does not exist."""
-    base = Path(os.path.expanduser("~")) if scope == "user" else project
+    base = Path.home() if scope == "user" else project
     if not base.is_dir():
         what = "home directory" if scope == "user" else "project folder"
         raise InputError(

@@ -21,8 +21,8 @@ class Plan:
     """What a run will do below `base`. Paths are POSIX and relative to it.
 
     `actions`: (verb, path) for people, in order. `write`: new content. `remove`: files to delete.
-    `backup`: files to save first. `restore`: take `lock.foreign` out of the backup. `lock`: the new lock, or None
-    to remove it. `conflicts`: files that need `force`.
+    `backup`: files to save first, into `backup_name`. `restore`: file -> the backup it comes out of.
+    `lock`: the new lock, or None to remove it. `conflicts`: files that need `force`.
     """
 
     base: Path
@@ -31,7 +31,8 @@ class Plan:
     write: dict[str, bytes] = field(default_factory=dict)
     remove: tuple[str, ...] = ()
     backup: tuple[str, ...] = ()
-    restore: tuple[str, ...] = ()
+    backup_name: str = ""
+    restore: dict[str, str] = field(default_factory=dict)
     lock: Lock | None = None
     old_lock: Lock | None = None
     conflicts: tuple[str, ...] = ()
@@ -65,7 +66,7 @@ def _check_links(base: Path, paths: list[str]) -> None:
                         "KV082",
                         Severity.ERROR,
                         f"{here} is a symbolic link to {here.readlink()}.",
-                        "Install for the client that owns the target folder, or replace the link by a folder.",
+                        "Install for the client that owns its target, or replace the link by a folder.",
                         Span(str(here)),
                     )
                 )
@@ -97,7 +98,7 @@ def _foreign_files(base: Path, skill: str) -> tuple[str, ...]:
     found = [
         p.relative_to(base).as_posix()
         for p in sorted(root.rglob("*"))
-        if (p.is_symlink() or p.is_file()) and p.name != BACKUP_NAME
+        if (p.is_symlink() or p.is_file()) and not p.name.startswith(BACKUP_NAME)
     ]
     _check_links(base, found)
     return tuple(found)
@@ -106,8 +107,8 @@ def _foreign_files(base: Path, skill: str) -> tuple[str, ...]:
 def plan_install(base: Path, client: Client, force: bool = False) -> Plan:
     """What an install will do.
 
-    Raises InputError (links, unreadable files) and Refusal (KV081) when an edited or foreign file is in the way
-    and `force` is not given.
+    Raises InputError (links, unreadable files), and Refusal (KV081) when an edited or foreign file is in the
+    way and `force` is not given.
     """
     skill = posixpath.join(client.skills, SKILL_NAME)
     wanted = _wanted(client)
@@ -117,30 +118,41 @@ def plan_install(base: Path, client: Client, force: bool = False) -> Plan:
     found = {p: _content(base / p) for p in wanted}
     # what somebody else put there: the whole folder of a skill of the same name, and role files
     foreign = _foreign_files(base, skill) if old is None else ()
-    foreign += tuple(p for p, c in found.items() if c not in (None, wanted[p]) and p not in {*ours, *foreign})
-    edited = tuple(p for p, c in found.items() if c not in (None, wanted[p]) and digest(c or b"") != ours.get(p, ""))
-    edited = tuple(p for p in edited if p in ours)
+    other = {p: c for p, c in found.items() if c is not None and c != wanted[p]}
+    foreign += tuple(p for p in other if p not in ours and p not in foreign)
+    edited = tuple(p for p, c in other.items() if p in ours and digest(c) != ours[p])
     conflicts = (*foreign, *edited)
     if conflicts and not force:
         raise _conflict(base, conflicts, "replace")
 
+    backup_name = _free_name(base / skill)
     write = {p: c for p, c in wanted.items() if found[p] != c}
     stale = {p: c for p in ours if p not in wanted and (c := _content(base / p)) is not None}
     remove = tuple(p for p, c in stale.items() if digest(c) == ours[p])
     remove += tuple(p for p in foreign if p not in wanted)
     left = [p for p in stale if p not in remove]
-    actions = [("write" if found[p] is None else "replace", p) for p in write] + [("remove", p) for p in remove]
+    actions = [("write" if found[p] is None else "replace", p) for p in write]
+    actions += [("remove", p) for p in remove]
     mine = {p: digest(c) for p, c in wanted.items() if p in ours or p in foreign or p in write}
     lock = Lock(
         kvskill.__version__,
         tuple(sorted({*(old.clients if old else ()), client.name})),
         mine,
         _new_dirs(base, wanted, old),
-        tuple(sorted({*(old.foreign if old else ()), *foreign})),
-        tuple(sorted({*(old.edited if old else ()), *edited})),
+        {**(old.foreign if old else {}), **dict.fromkeys(foreign, backup_name)},
+        tuple(sorted({*(old.edited if old else ()), *([backup_name] if edited else [])})),
     )
     notes = tuple(f"{p} is no longer part of the skill but was edited: left as it is" for p in left)
-    return Plan(base, skill, tuple(actions), write, remove, conflicts, (), lock, old, conflicts, notes)
+    return Plan(
+        base, skill, tuple(actions), write, remove, conflicts, backup_name, {}, lock, old, conflicts, notes
+    )
+
+
+def _free_name(folder: Path) -> str:
+    number = 1
+    while (folder / f"{BACKUP_NAME}-{number}.zip").exists():
+        number += 1
+    return f"{BACKUP_NAME}-{number}.zip"
 
 
 def _new_dirs(base: Path, wanted: dict[str, bytes], old: Lock | None) -> tuple[str, ...]:
@@ -186,7 +198,8 @@ def plan_uninstall(base: Path, client: Client, force: bool = False) -> Plan:
         raise _conflict(base, conflicts, "remove")
     notes = [f"restored {len(old.foreign)} files of the skill that was there before"] if old.foreign else []
     if old.edited:
-        notes.append(f"edits that --force replaced are kept in {posixpath.join(skill, BACKUP_NAME)}")
+        kept = ", ".join(posixpath.join(skill, b) for b in old.edited)
+        notes.append(f"edits that --force replaced are kept in the backup {kept}")
     return Plan(
         base,
         skill,
@@ -194,6 +207,7 @@ def plan_uninstall(base: Path, client: Client, force: bool = False) -> Plan:
         {},
         tuple(present),
         (),
+        "",
         old.foreign,
         None,
         old,
@@ -203,13 +217,13 @@ def plan_uninstall(base: Path, client: Client, force: bool = False) -> Plan:
 
 
 def apply_plan(plan: Plan) -> None:
-    """Carry the plan out. Raises InputError (KV080) when a folder cannot be written; then nothing is changed."""
+    """Carry the plan out. Raises InputError (KV080), before any change, when a folder cannot be written."""
     if not plan.changes:
         return
     writer = Writer(plan.base, plan.skill)
     if plan.lock is not None:
         if plan.backup:
-            writer.save(plan.backup)
+            writer.save(plan.backup, plan.backup_name)
         new = {**plan.write, posixpath.join(plan.skill, LOCK_NAME): plan.lock.dump()}
         writer.write(new)
         writer.remove(plan.remove)
@@ -219,8 +233,8 @@ def apply_plan(plan: Plan) -> None:
     writer.remove((posixpath.join(plan.skill, LOCK_NAME),))
     if plan.restore:
         writer.restore(plan.restore)
-    if not plan.old_lock.edited:
-        writer.remove((posixpath.join(plan.skill, BACKUP_NAME),))
+    done = set(plan.restore.values()) - set(plan.old_lock.edited)
+    writer.remove(posixpath.join(plan.skill, b) for b in sorted(done))
     writer.remove_empty(plan.old_lock.created_dirs)
 
 
@@ -237,5 +251,6 @@ def status(base: Path, client: Client) -> tuple[str, tuple[str, ...]]:
     edited = tuple(p for p, c in here.items() if c is None or digest(c) != lock.files[p])
     if edited:
         return "edited", edited
-    differs = tuple(p for p in {**wanted, **lock.files} if p not in lock.files or here.get(p) != wanted.get(p))
+    everything = {**wanted, **lock.files}
+    differs = tuple(p for p in everything if p not in lock.files or here.get(p) != wanted.get(p))
     return ("outdated" if differs or lock.version != kvskill.__version__ else "current"), differs

@@ -12,7 +12,7 @@ from kvskill.diagnostics import Diagnostic, InputError, Severity, Span
 __all__ = ["BACKUP_NAME", "LOCK_NAME", "Lock", "digest", "read_lock"]
 
 LOCK_NAME = ".kvskill-lock.json"
-BACKUP_NAME = ".kvskill-backup.zip"
+BACKUP_NAME = ".kvskill-backup"  # + number + .zip
 _SCHEMA = 1
 
 
@@ -21,16 +21,17 @@ class Lock:
     """Paths are POSIX and relative to the base folder.
 
     `files`: path -> sha256 of what was installed. `created_dirs`: folders that did not exist before.
-    `foreign`: files of another skill of that name that --force put into the backup (restored on uninstall).
-    `edited`: edits of our own files that --force put into the backup (the backup then outlives the skill).
+    `foreign`: files of somebody else that --force replaced -> the backup they are in (restored on uninstall).
+    `edited`: backups that hold edits of our own files; they outlive the skill.
+    Backups lie in the skill folder.
     """
 
     version: str
     clients: tuple[str, ...]
     files: dict[str, str]
     created_dirs: tuple[str, ...] = ()
-    foreign: tuple[str, ...] = ()
-    edited: tuple[str, ...] = field(default=())
+    foreign: dict[str, str] = field(default_factory=dict)
+    edited: tuple[str, ...] = ()
 
     def dump(self) -> bytes:
         """JSON with sorted keys; equal locks give equal bytes."""
@@ -41,7 +42,7 @@ class Lock:
             "clients": sorted(self.clients),
             "files": self.files,
             "created_dirs": sorted(self.created_dirs),
-            "foreign": sorted(self.foreign),
+            "foreign": self.foreign,
             "edited": sorted(self.edited),
         }
         return (json.dumps(data, indent=1, sort_keys=True) + "\n").encode()
@@ -65,10 +66,10 @@ def read_lock(path: Path) -> Lock | None:
             tuple(data["clients"]),
             {str(k): str(v) for k, v in data["files"].items()},
             tuple(data["created_dirs"]),
-            tuple(data["foreign"]),
+            {str(k): str(v) for k, v in data["foreign"].items()},
             tuple(data["edited"]),
         )
-        paths = [*lock.files, *lock.created_dirs, *lock.foreign]
+        paths = [*lock.files, *lock.created_dirs, *lock.foreign, *lock.foreign.values(), *lock.edited]
         if any(p.startswith("/") or ".." in p.split("/") for p in paths):
             raise ValueError("a path leaves the folder")
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as exc:

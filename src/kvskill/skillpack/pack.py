@@ -10,7 +10,7 @@ import kvskill
 from kvskill.skillpack.clients import Client
 from kvskill.skillpack.frontmatter import split_frontmatter
 
-__all__ = ["SKILL_NAME", "ROLES", "role_texts", "role_view", "skill_files", "skill_folder"]
+__all__ = ["ROLES", "SKILL_NAME", "role_texts", "role_view", "skill_files", "skill_folder"]
 
 SKILL_NAME = "model-infer-kvcache"
 ROLES = ("analyzer", "implementer", "reviewer")

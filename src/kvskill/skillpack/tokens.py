@@ -1,7 +1,7 @@
 """A conservative token count for English and Chinese text, without a tokenizer.
 
-Measured against cl100k_base on Chinese and English Markdown it counts 10 to 20 % too many; a budget that holds
-here holds there.
+Measured against cl100k_base on Chinese and English Markdown it counts 10 to 20 % too many; a budget that
+holds here holds there.
 """
 
 from __future__ import annotations

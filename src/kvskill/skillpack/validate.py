@@ -33,9 +33,10 @@ def validate_skill(folder: Path, version: str | None = None) -> list[Diagnostic]
         fields, body = split_frontmatter(text)
         problems = frontmatter_problems(text)
     except (OSError, UnicodeDecodeError, FrontmatterError) as exc:
-        return [_finding(file, 1, f"SKILL.md cannot be loaded: {exc}.", "Correct the head; clients skip it as it is.")]
+        return [_finding(file, 1, f"SKILL.md cannot be loaded: {exc}.", "Correct the head; clients skip it.")]
     found = [_finding(file, 1, f"The head has a problem: {p}.", "Write plain block YAML.") for p in problems]
-    found += [_finding(file, 1, p, "Correct the field.") for p in _field_problems(fields, folder.resolve().name)]
+    folder_name = folder.resolve().name
+    found += [_finding(file, 1, p, "Correct the field.") for p in _field_problems(fields, folder_name)]
     found += _version_findings(file, fields, version or kvskill.__version__)
     found += _body_findings(file, body, offset=text.count("\n") - body.count("\n"))
     return found + _file_findings(folder)
@@ -78,7 +79,9 @@ def _body_findings(file: Path, body: str, offset: int) -> list[Diagnostic]:
     out = []
     lines, tokens = body.strip().count("\n") + 1, estimate_tokens(body)
     if lines >= BODY_LINES or tokens >= BODY_TOKENS:
-        fact = f"The body has {lines} lines and about {tokens} tokens, the limits are {BODY_LINES} and {BODY_TOKENS}."
+        fact = (
+            f"The body has {lines} lines (limit {BODY_LINES}), about {tokens} tokens (limit {BODY_TOKENS})."
+        )
         out.append(_finding(file, offset + 1, fact, "Move detail into references/."))
     for i, line in enumerate(body.split("\n"), start=offset + 1):
         if _RELATIVE_RUN.search(line):
@@ -94,7 +97,8 @@ def _file_findings(folder: Path) -> list[Diagnostic]:
         if any(p.startswith(".") for p in relative.parts):
             continue
         if len(relative.parts) > 2:
-            out.append(_finding(path, 1, "A reference lies more than one level deep.", "Move it to references/."))
+            fact = "A reference lies more than one level deep."
+            out.append(_finding(path, 1, fact, "Move it to references/."))
         text = path.read_text(encoding="utf-8")
         if relative.parts[0] == "references" and "Read this when" not in "\n".join(text.split("\n")[:6]):
             fact = "A reference does not say when to read it."

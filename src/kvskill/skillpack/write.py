@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import stat
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from kvskill.diagnostics import Diagnostic, InputError, Severity, Span
-from kvskill.skillpack.lock import BACKUP_NAME
 
 __all__ = ["Writer"]
 
@@ -21,7 +19,7 @@ class Writer:
 
     def __init__(self, base: Path, skill: str) -> None:
         self._base = base
-        self._backup = base / skill / BACKUP_NAME
+        self._skill = base / skill
 
     def write(self, files: dict[str, bytes]) -> None:
         """Write all files or none. Raises InputError (KV080)."""
@@ -35,7 +33,7 @@ class Writer:
                 stage = target.with_name(target.name + _STAGE)
                 stage.write_bytes(content)
                 staged.append((stage, target))
-            for stage, target in staged:
+            for _, target in staged:
                 if target.is_dir():
                     raise IsADirectoryError(0, "is a folder", str(target))
             for stage, target in staged:
@@ -57,33 +55,28 @@ class Writer:
             path.mkdir()
         return missing
 
-    def save(self, paths: Iterable[str]) -> None:
-        """Put files into the backup, under a numbered name where one is there already."""
+    def save(self, paths: Iterable[str], name: str) -> None:
+        """Put files into a new backup of that name in the skill folder."""
+        target = self._skill / name
         try:
-            with zipfile.ZipFile(self._backup, "a", zipfile.ZIP_DEFLATED) as backup:
-                taken = set(backup.namelist())
+            self._make_folders(target.parent)
+            with zipfile.ZipFile(target, "x", zipfile.ZIP_DEFLATED) as backup:
                 for relative in paths:
                     source = self._base / relative
-                    name, number = relative, 1
-                    while name in taken:
-                        number += 1
-                        name = f"{relative}~{number}"
-                    taken.add(name)
-                    info = zipfile.ZipInfo(name)
+                    info = zipfile.ZipInfo(relative)
                     info.external_attr = (stat.S_IMODE(source.stat().st_mode) | stat.S_IFREG) << 16
                     backup.writestr(info, source.read_bytes())
         except OSError as exc:
-            raise self._unwritable(self._backup, exc) from None
+            raise self._unwritable(target, exc) from None
 
-    def restore(self, paths: Iterable[str]) -> None:
-        """Take files out of the backup again, with their permissions."""
-        with zipfile.ZipFile(self._backup) as backup:
-            for relative in paths:
-                target = self._base / relative
+    def restore(self, files: dict[str, str]) -> None:
+        """Take files (path -> backup name) out of the backups again, with their permissions."""
+        for relative, name in files.items():
+            target = self._base / relative
+            with zipfile.ZipFile(self._skill / name) as backup:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(backup.read(relative))
-                mode = stat.S_IMODE(backup.getinfo(relative).external_attr >> 16)
-                os.chmod(target, mode)
+                target.chmod(stat.S_IMODE(backup.getinfo(relative).external_attr >> 16))
 
     def remove(self, paths: Iterable[str]) -> None:
         """Delete files that are there. Raises InputError (KV080)."""
