@@ -1,0 +1,5 @@
+"""`python -m kvskill`."""
+
+from kvskill.cli import main
+
+main()
