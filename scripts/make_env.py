@@ -1,9 +1,9 @@
 """Set up a virtual environment for the Makefile: `make_env.py demo|dev [--venv DIR]`.
 
 Runs with any Python >= 3.10 that has venv and pip. "demo" installs what `kvskill demo` runs, "dev" also the
-test and lint tools and, where a wheel exists, torch_npu. What was installed is remembered in a stamp inside the
-environment, so that a second call costs nothing. torch is pinned because an unpinned torch can be a build of
-several gigabytes that does not fit the pinned torch_npu.
+test and lint tools and, where a wheel exists, torch_npu. What was installed is remembered in a stamp inside
+the environment, so that a second call costs nothing. torch is pinned because an unpinned torch can be a build
+of several gigabytes that does not fit the pinned torch_npu.
 """
 
 from __future__ import annotations
@@ -38,10 +38,8 @@ def main() -> int:
     python = _create(venv)
     if python is None:
         return 2
-    print(
-        f"setting up {args.venv} ({args.profile}): {TORCH}, {TRANSFORMERS}, kvskill[{EXTRAS[args.profile]}]",
-        flush=True,
-    )
+    extras = EXTRAS[args.profile]
+    print(f"setting up {args.venv}: {TORCH}, {TRANSFORMERS}, kvskill[{extras}]", flush=True)
     # One call resolves everything together; the editable package first would pull an unpinned torch.
     code = _pip(python, TORCH, TRANSFORMERS, "-e", f"{ROOT}[{extras}]")
     if code:
@@ -92,9 +90,8 @@ def _torch_npu(python: Path) -> None:
     """The released wheel gives the tests the real schemas; without it they skip and say so."""
     machine, version = platform.machine().lower(), sys.version_info[:2]
     if sys.platform != "linux" or machine not in ("x86_64", "amd64", "aarch64", "arm64") or version > (3, 14):
-        print(
-            f"{TORCH_NPU} has no wheel for {sys.platform}/{machine} with Python {version[0]}.{version[1]}: skipped"
-        )
+        where = f"{sys.platform}/{machine}, Python {version[0]}.{version[1]}"
+        print(f"{TORCH_NPU} has no wheel for {where}: the tests that need it are skipped")
         return
     if _pip(python, TORCH_NPU, TORCH):
         print(f"{TORCH_NPU} could not be installed: the tests that need it are skipped")
