@@ -26,7 +26,8 @@ class Legacy:
     """What the Legacy form itself computes.
 
     right_until: first position (0-based) whose logits may differ from transformers, None when all agree.
-    min_prompt: shortest prompt that is legal for the Legacy form (2 where the phase is read off the shape).
+    min_prompt: shortest prompt that the check runs; 2 unless stated, because BSH attention calls and phase
+        tests by shape make a prompt of one token illegal in Legacy code.
     """
 
     right_until: int | None
@@ -90,7 +91,7 @@ def load_case(path: Path) -> Case:
         tp=tuple(raw.get("tp", [1])),
         long=bool(raw.get("long", False)),
         idioms=tuple(raw.get("idioms", [])),
-        legacy=Legacy(legacy.get("right_until"), int(legacy.get("min_prompt", 1)), legacy.get("why", "")),
+        legacy=Legacy(legacy.get("right_until"), int(legacy.get("min_prompt", 2)), legacy.get("why", "")),
     )
 
 

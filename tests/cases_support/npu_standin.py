@@ -212,6 +212,37 @@ def _fa_bsh(
     return out
 
 
+def _fa_tnd(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    q_ends: list[int] | None,
+    kv_ends: list[int] | None,
+    scale: float,
+    sparse_mode: int,
+    mask: torch.Tensor | None,
+    pre_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed sequences, both length lists cumulative. Every causal or band call goes by the diagonal."""
+    if q_ends is None or kv_ends is None or q_ends[-1] != query.shape[0] or kv_ends[-1] > key.shape[0]:
+        raise RuntimeError(f"TND lengths {q_ends} {kv_ends} for {tuple(query.shape)} {tuple(key.shape)}")
+    if sparse_mode not in (3, 4) or mask is None or tuple(mask.shape) != (2048, 2048):
+        raise RuntimeError("TND here: sparse mode 3 or 4 with the [2048, 2048] mask")
+    parts = []
+    for n, (q_end, kv_end) in enumerate(zip(q_ends, kv_ends, strict=True)):
+        q = query[q_ends[n - 1] if n else 0 : q_end]
+        k, v = (t[kv_ends[n - 1] if n else 0 : kv_end] for t in (key, value))
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale
+        qi = torch.arange(q.shape[0]).view(-1, 1) + k.shape[0] - q.shape[0]
+        ki = torch.arange(k.shape[0])
+        hidden = (ki > qi) | (ki < qi - pre_tokens if sparse_mode == 4 else torch.zeros(1, dtype=torch.bool))
+        probs = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        parts.append(torch.einsum("hqk,khd->qhd", probs, v.float()).to(query.dtype))
+    return torch.cat(parts), torch.zeros(0)
+
+
 def _lengths(lengths: torch.Tensor | list[int] | None) -> list[int] | None:
     if isinstance(lengths, torch.Tensor):
         if lengths.is_floating_point() or lengths.dim() == 0:
@@ -237,8 +268,20 @@ def npu_fused_infer_attention_score(
     sparse_mode: int = 0,
     inner_precise: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if input_layout == "TND":
+        return _fa_tnd(
+            query,
+            key,
+            value,
+            _lengths(actual_seq_lengths),
+            _lengths(actual_seq_lengths_kv),
+            scale,
+            sparse_mode,
+            atten_mask,
+            pre_tokens,
+        )
     if input_layout != "BSH":
-        raise RuntimeError("only BSH here")
+        raise RuntimeError("only BSH, and TND without a block table, here")
     out = _fa_bsh(
         query,
         key,
