@@ -188,10 +188,8 @@ def main(argv: list[str] | None = None) -> int:
     else:
         for row in result["expectations"]:
             print(f"{'PASS' if row['passed'] else 'FAIL'} {row['text']}: {row['evidence']}")
-        print(
         summary = result["summary"]
         print(f"{summary['passed']}/{summary['total']} passed; transcript: {result['transcript']}")
-        )
     return 0 if result["summary"]["failed"] == 0 else 1
 
 
