@@ -120,7 +120,7 @@ def test_broken_skill_is_named(name: str, tmp_path: Path) -> None:
     (folder / "SKILL.md").write_text(text, encoding="utf-8")
     found = validate_skill(folder)
     assert any(expected in f.fact for f in found), [str(f) for f in found]
-    assert all(f.code == "KV083" for f in found)
+    assert all(f.code == "KV093" for f in found)
 
 
 def test_good_skill_passes(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_edited_file_is_kept_without_force(tmp_path: Path) -> None:
     before = snapshot(tmp_path)
     for command in ("install", "uninstall"):
         code, _, err = run("skill", command, *where)
-        assert code == 3 and "KV081" in err and "SKILL.md" in err
+        assert code == 3 and "KV091" in err and "SKILL.md" in err
         assert snapshot(tmp_path) == before
     code, out, _ = run("skill", "status", *where)
     assert code == 1 and "edited" in out
@@ -167,7 +167,7 @@ def test_foreign_skill_of_the_same_name_comes_back(tmp_path: Path) -> None:
     where = ["--client", "agents", "--dir", str(tmp_path)]
     assert run("skill", "status", "--client", "agents", "--dir", str(tmp_path))[0] == 1
     code, _, err = run("skill", "install", *where)
-    assert code == 3 and err.count("KV081") == 3 and snapshot(tmp_path) == before
+    assert code == 3 and err.count("KV091") == 3 and snapshot(tmp_path) == before
     assert run("skill", "install", *where, "--force")[0] == 0
     assert not (folder / "references/old.md").exists()  # no mixture of two skills
     assert run("skill", "status", *where)[0] == 0
@@ -231,7 +231,7 @@ def test_symbolic_link_is_a_clear_error(link: str, tmp_path: Path) -> None:
     path.symlink_to(elsewhere)
     before = snapshot(tmp_path)
     code, _, err = run("skill", "install", "--client", "claude", "--dir", str(root))
-    assert code == 2 and "KV082" in err and "symbolic link" in err and str(elsewhere) in err
+    assert code == 2 and "KV092" in err and "symbolic link" in err and str(elsewhere) in err
     assert snapshot(tmp_path) == before
 
 
@@ -246,7 +246,7 @@ def test_installed_file_replaced_by_a_link_is_not_written_through(tmp_path: Path
     file.symlink_to(outside)
     for command in ("install", "uninstall"):
         code, _, err = run("skill", command, *where, "--force")
-        assert code == 2 and "KV082" in err
+        assert code == 2 and "KV092" in err
     assert outside.read_text() == "outside"
 
 
@@ -254,7 +254,7 @@ def test_file_in_place_of_a_folder_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / ".claude").write_text("a file")
     before = snapshot(tmp_path)
     code, _, err = run("skill", "install", "--client", "claude", "--dir", str(tmp_path))
-    assert code == 2 and "KV080" in err and "Traceback" not in err
+    assert code == 2 and "KV090" in err and "Traceback" not in err
     assert snapshot(tmp_path) == before
 
 
@@ -272,7 +272,7 @@ def test_read_only_folder_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Path, "write_bytes", fail_at_the_third)
     code, _, err = run("skill", "install", "--client", "claude", "--dir", str(tmp_path))
-    assert code == 2 and "KV080" in err and "Permission denied" in err
+    assert code == 2 and "KV090" in err and "Permission denied" in err
     assert snapshot(tmp_path) == {}
 
 
@@ -283,7 +283,7 @@ def test_really_read_only_folder(tmp_path: Path) -> None:
         code, _, err = run("skill", "install", "--client", "claude", "--dir", str(tmp_path))
     finally:
         tmp_path.chmod(0o755)
-    assert code == 2 and "KV080" in err and snapshot(tmp_path) == {}
+    assert code == 2 and "KV090" in err and snapshot(tmp_path) == {}
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"schema": 9}', '{"schema": 1, "files": {"../x": "0"}}'])
@@ -292,12 +292,12 @@ def test_broken_lock_is_a_clear_error(text: str, tmp_path: Path) -> None:
     (tmp_path / f".agents/skills/{SKILL}/.kvskill-lock.json").write_text(text)
     for command in ("install", "uninstall", "status"):
         code, _, err = run("skill", command, "--client", "agents", "--dir", str(tmp_path))
-        assert code == 2 and "KV084" in err
+        assert code == 2 and "KV094" in err
 
 
 def test_missing_base_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, err = run("skill", "install", "--client", "claude", "--dir", str(tmp_path / "none"))
-    assert code == 2 and "KV080" in err
+    assert code == 2 and "KV090" in err
     monkeypatch.setenv("HOME", str(tmp_path / "none"))
     code, _, err = run("skill", "install", "--client", "claude", "--scope", "user")
     assert code == 2 and "HOME" in err

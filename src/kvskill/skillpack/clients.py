@@ -53,13 +53,13 @@ def load_client(name: str, scope: Scope) -> Client:
 
 
 def base_folder(scope: Scope, project: Path) -> Path:
-    """The folder that a client's paths are relative to. Raises InputError (KV080) when it does not exist."""
+    """The folder that a client's paths are relative to. Raises InputError (KV090) when it does not exist."""
     base = Path.home() if scope == "user" else project
     if not base.is_dir():
         what = "home directory" if scope == "user" else "project folder"
         raise InputError(
             Diagnostic(
-                "KV080",
+                "KV090",
                 Severity.ERROR,
                 f"The {what} {base} does not exist.",
                 "Set HOME." if scope == "user" else "Give an existing folder with --dir.",

@@ -55,7 +55,7 @@ def _wanted(client: Client) -> dict[str, bytes]:
 
 
 def _check_links(base: Path, paths: list[str]) -> None:
-    """Raises InputError (KV082) when a path or a folder on the way to it is a symbolic link."""
+    """Raises InputError (KV092) when a path or a folder on the way to it is a symbolic link."""
     for relative in paths:
         here = base
         for part in relative.split("/"):
@@ -63,7 +63,7 @@ def _check_links(base: Path, paths: list[str]) -> None:
             if here.is_symlink():
                 raise InputError(
                     Diagnostic(
-                        "KV082",
+                        "KV092",
                         Severity.ERROR,
                         f"{here} is a symbolic link to {here.readlink()}.",
                         "Install for the client that owns its target, or replace the link by a folder.",
@@ -73,7 +73,7 @@ def _check_links(base: Path, paths: list[str]) -> None:
 
 
 def _content(path: Path) -> bytes | None:
-    """The bytes of a file, None when there is none. Raises InputError (KV080) when it cannot be read."""
+    """The bytes of a file, None when there is none. Raises InputError (KV090) when it cannot be read."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -81,7 +81,7 @@ def _content(path: Path) -> bytes | None:
     except OSError as exc:
         raise InputError(
             Diagnostic(
-                "KV080",
+                "KV090",
                 Severity.ERROR,
                 f"{path} cannot be read ({exc.strerror}).",
                 "Make it a readable file or move it away.",
@@ -91,7 +91,7 @@ def _content(path: Path) -> bytes | None:
 
 
 def _foreign_files(base: Path, skill: str) -> tuple[str, ...]:
-    """Every file of a skill folder that this installer did not make. Raises InputError (KV082) on links."""
+    """Every file of a skill folder that this installer did not make. Raises InputError (KV092) on links."""
     root = base / skill
     if not root.is_dir():
         return ()
@@ -107,7 +107,7 @@ def _foreign_files(base: Path, skill: str) -> tuple[str, ...]:
 def plan_install(base: Path, client: Client, force: bool = False) -> Plan:
     """What an install will do.
 
-    Raises InputError (links, unreadable files), and Refusal (KV081) when an edited or foreign file is in the
+    Raises InputError (links, unreadable files), and Refusal (KV091) when an edited or foreign file is in the
     way and `force` is not given.
     """
     skill = posixpath.join(client.skills, SKILL_NAME)
@@ -170,7 +170,7 @@ def _new_dirs(base: Path, wanted: dict[str, bytes], old: Lock | None) -> tuple[s
 def _conflict(base: Path, paths: tuple[str, ...], verb: str) -> Refusal:
     return Refusal(
         Diagnostic(
-            "KV081",
+            "KV091",
             Severity.BLOCKING,
             f"{path} was edited or was not installed by kvskill.",
             f"Keep a copy and run again with --force to {verb} it.",
@@ -217,7 +217,7 @@ def plan_uninstall(base: Path, client: Client, force: bool = False) -> Plan:
 
 
 def apply_plan(plan: Plan) -> None:
-    """Carry the plan out. Raises InputError (KV080), before any change, when a folder cannot be written."""
+    """Carry the plan out. Raises InputError (KV090), before any change, when a folder cannot be written."""
     if not plan.changes:
         return
     writer = Writer(plan.base, plan.skill)

@@ -54,7 +54,7 @@ def digest(content: bytes) -> str:
 
 
 def read_lock(path: Path) -> Lock | None:
-    """The lock, or None when there is none. Raises InputError (KV084) when it cannot be understood."""
+    """The lock, or None when there is none. Raises InputError (KV094) when it cannot be understood."""
     if not path.exists():
         return None
     try:
@@ -75,7 +75,7 @@ def read_lock(path: Path) -> Lock | None:
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as exc:
         raise InputError(
             Diagnostic(
-                "KV084",
+                "KV094",
                 Severity.ERROR,
                 f"The record of the installed skill cannot be read ({exc}).",
                 "Remove the skill folder by hand, then install again.",

@@ -21,7 +21,7 @@ _RELATIVE_RUN = re.compile(r"(?:^|[\s`(])(?:(?:bash|sh|python3?)\s+)?(?:\./|scri
 
 
 def validate_skill(folder: Path, version: str | None = None) -> list[Diagnostic]:
-    """Findings (KV083) for a skill folder, none when it is valid.
+    """Findings (KV093) for a skill folder, none when it is valid.
 
     `version`: what metadata.version must be; the package's own version when not given.
     """
@@ -43,7 +43,7 @@ def validate_skill(folder: Path, version: str | None = None) -> list[Diagnostic]
 
 
 def _finding(path: Path, line: int, fact: str, todo: str) -> Diagnostic:
-    return Diagnostic("KV083", Severity.ERROR, fact, todo, Span(str(path), line))
+    return Diagnostic("KV093", Severity.ERROR, fact, todo, Span(str(path), line))
 
 
 def _field_problems(fields: dict[str, Any], folder: str) -> list[str]:

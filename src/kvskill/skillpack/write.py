@@ -22,7 +22,7 @@ class Writer:
         self._skill = base / skill
 
     def write(self, files: dict[str, bytes]) -> None:
-        """Write all files or none. Raises InputError (KV080)."""
+        """Write all files or none. Raises InputError (KV090)."""
         staged: list[tuple[Path, Path]] = []
         made: list[Path] = []
         target = self._base
@@ -79,7 +79,7 @@ class Writer:
                 target.chmod(stat.S_IMODE(backup.getinfo(relative).external_attr >> 16))
 
     def remove(self, paths: Iterable[str]) -> None:
-        """Delete files that are there. Raises InputError (KV080)."""
+        """Delete files that are there. Raises InputError (KV090)."""
         for relative in paths:
             target = self._base / relative
             try:
@@ -98,7 +98,7 @@ class Writer:
         reason = exc.strerror or str(exc)
         return InputError(
             Diagnostic(
-                "KV080",
+                "KV090",
                 Severity.ERROR,
                 f"{path} cannot be written ({reason}).",
                 "Make the folder writable or install into another one.",
