@@ -82,7 +82,7 @@ def _create(venv: Path) -> Path | None:
 
 
 def _pip(python: Path, *packages: str) -> int:
-    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
+    command = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", *packages]
     return subprocess.run(command).returncode
 
 

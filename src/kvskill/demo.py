@@ -1,0 +1,131 @@
+"""The demo: an embedded Legacy model goes through analyze, apply and verify in a folder of its own.
+
+Every step runs the command a user would type, as a child process with the same interpreter, and its output is
+shown as it is (the diff is cut unless asked for in full).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+
+from kvskill.diagnostics import ExitCode
+from kvskill.embedded import ERAS, MODELS, materialise
+
+__all__ = ["Demo", "run_demo"]
+
+PADDED_ERA = "2026-03"  # 2-D batches: such a model's before-state runs in a tree of its own
+DIFF_LINES = 70
+
+
+@dataclass
+class Demo:
+    """One run. `era` is the API of the target repository that the model is converted for."""
+
+    folder: Path
+    model: str
+    era: str
+    full_diff: bool = False
+    done: list[str] = field(default_factory=list)
+
+    @property
+    def repo(self) -> Path:
+        """The target repository."""
+        return self.folder / "target"
+
+    @property
+    def before(self) -> Path | None:
+        """The tree in which the Legacy form runs, where that is another one."""
+        return self.folder / "before" if MODELS[self.model].era == PADDED_ERA else None
+
+    def set_up(self) -> None:
+        """Write the target repository, and the tree of the before-state where one is needed."""
+        materialise(self.repo, self.era, [self.model])
+        if self.before is not None:
+            materialise(self.before, PADDED_ERA, [self.model])
+
+    def command(self, *args: str) -> list[str]:
+        """argv of one step."""
+        return [sys.executable, "-m", "kvskill", args[0], f"models/{self.model}", *args[1:]]
+
+
+def run_demo(demo: Demo) -> int:
+    """Run all steps and return the exit code: 0 only if every step returned 0."""
+    model = MODELS[demo.model]
+    demo.set_up()
+    click.echo(f"Model:  {model.name} ({model.summary}), Legacy KV cache")
+    click.echo(f"Target: an embedded repository with the API of {demo.era}")
+    click.echo(f"Folder: {demo.folder}")
+    verify = ["verify", *(["--before-repo", str(demo.before)] if demo.before else [])]
+    steps = [["analyze"], ["apply", "--diff"], ["apply"], verify]
+    for number, step in enumerate(steps, start=1):
+        code = _step(demo, f"{number}/{len(steps)}", step)
+        if code != ExitCode.DONE:
+            click.echo(
+                f"\nStopped: `kvskill {' '.join(step)}` returned {code}. Nothing was proved.", err=True
+            )
+            return code
+        demo.done.append(step[0])
+    click.echo(_closing(demo))
+    return int(ExitCode.DONE)
+
+
+def _step(demo: Demo, number: str, step: list[str]) -> int:
+    shown = f"kvskill {step[0]} models/{demo.model} {' '.join(step[1:])}".rstrip()
+    click.echo()
+    click.secho(f"[{number}] {shown}", bold=True)
+    sys.stdout.flush()
+    argv = demo.command(*step)
+    if "--diff" not in step:
+        return subprocess.run(argv, cwd=demo.repo, env=_env()).returncode
+    result = subprocess.run(
+        argv, cwd=demo.repo, env=_env(), stdout=subprocess.PIPE, text=True, encoding="utf-8"
+    )
+    lines = result.stdout.splitlines()
+    shown_lines = lines if demo.full_diff else lines[:DIFF_LINES]
+    for line in shown_lines:
+        click.echo(_coloured(line))
+    if len(shown_lines) < len(lines):
+        click.echo(f"... {len(lines) - len(shown_lines)} more lines; all of them with --full-diff")
+    return result.returncode
+
+
+def _coloured(line: str) -> str:
+    """Colours of a unified diff; click drops them where the output is not a terminal."""
+    if "\x1b" in line:
+        return line
+    for prefixes, style in (
+        (("+++", "---", "diff "), {"bold": True}),
+        (("@@",), {"fg": "cyan"}),
+        (("+",), {"fg": "green"}),
+        (("-",), {"fg": "red"}),
+    ):
+        if line.startswith(prefixes):
+            return click.style(line, **style)  # type: ignore[arg-type]
+    return line
+
+
+def _env() -> dict[str, str]:
+    """An installed torch_npu without CANN breaks `import torch` unless it is told not to load itself."""
+    return {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONUTF8": "1"}
+
+
+def _closing(demo: Demo) -> str:
+    oracle = (
+        "the Legacy code one prompt at a time" if demo.before is None else "the Legacy code in its own tree"
+    )
+    return (
+        f"\nProved on this CPU, in float32 with random weights: the converted {demo.model} computes what {oracle} "
+        "and transformers compute (figures above).\n"
+        "Not proved: anything on an NPU (not run), speed, bfloat16 rounding."
+    )
+
+
+def eras() -> list[str]:
+    """The API eras that a model can be converted for."""
+    return [era for era in ERAS if era != PADDED_ERA]
