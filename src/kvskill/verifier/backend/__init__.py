@@ -29,6 +29,7 @@ from __future__ import annotations
 from kvskill.verifier.backend.context import DEFAULT_PROFILE, OpContext, current, set_context, using
 from kvskill.verifier.backend.install import BackendError, BackendInfo, BackendKind, install, installed
 from kvskill.verifier.backend.record import CallRecord, TensorFact, record_calls
+from kvskill.verifier.kernels.rules.warnings import take_warnings
 from kvskill.verifier.kernels.errors import MissingKernel, OperatorRuleViolation, RuleHit, UnmodelledCall
 
 __all__ = [
@@ -48,5 +49,6 @@ __all__ = [
     "installed",
     "record_calls",
     "set_context",
+    "take_warnings",
     "using",
 ]

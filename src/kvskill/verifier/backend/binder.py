@@ -54,7 +54,8 @@ def implementation(schema: Any, kernel: Kernel) -> Callable[..., Any]:
             for name, value in bound.items():
                 if name not in kernel.models and name not in kernel.neutral and not _same(value, defaults[name]):
                     raise UnmodelledCall(op, f"argument {name}={_short(value)}")
-            with torch.no_grad():
+            # no modes inside: the kernel computes on CPU tensors, mapped devices or not
+            with torch.no_grad(), torch._C.DisableTorchFunction():
                 result = kernel.fn(**{k: v for k, v in bound.items() if k in kernel.models})
         except Exception as error:
             if record is not None:

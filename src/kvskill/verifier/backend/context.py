@@ -26,7 +26,9 @@ class OpContext:
     nan           "visible": only visible keys enter a product (the definition). "absorbing": as on a device
                   that loads whole pages and masks afterwards, a NaN value row in a loaded page reaches the output
     undefined     what undefined output rows hold: "nan" makes any use of them visible, "zero" hides it
+    null_slots    slots 0 .. n-1 belong to the null block: several idle rows may write the same one
     enforce       check the rules; False computes what can be computed
+    strict        a rule of level warning raises too
     waive         rule ids that are not checked (a report should name them)
     """
 
@@ -35,7 +37,9 @@ class OpContext:
     block_size: int | None = None
     nan: Literal["visible", "absorbing"] = "visible"
     undefined: Literal["nan", "zero"] = "nan"
+    null_slots: int = 1
     enforce: bool = True
+    strict: bool = False
     waive: frozenset[str] = frozenset()
 
 

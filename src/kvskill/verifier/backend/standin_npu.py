@@ -74,6 +74,11 @@ def _no_graph(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("graph mode (npugraph_ex) does not run on the CPU backend; run the model in eager mode")
 
 
+def _seed(seed: int) -> None:
+    # not torch.manual_seed, which calls this one; device and host share the CPU generator here
+    torch.default_generator.manual_seed(int(seed))
+
+
 def _queries() -> dict[str, Any]:
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -93,8 +98,8 @@ def _queries() -> dict[str, Any]:
         "max_memory_reserved": lambda device=None: 0,
         "reset_peak_memory_stats": nothing,
         "get_device_name": lambda device=None: "kvskill CPU stand-in",
-        "manual_seed": torch.manual_seed,
-        "manual_seed_all": torch.manual_seed,
+        "manual_seed": _seed,
+        "manual_seed_all": _seed,
         "init": nothing,
         "_lazy_init": nothing,
         "_is_in_bad_fork": lambda: False,
@@ -175,7 +180,6 @@ def torch_npu_module(release: str, npu: types.ModuleType) -> types.ModuleType:
     module.__version__ = release  # type: ignore[attr-defined]
     module.npu = npu  # type: ignore[attr-defined]
     module.profiler = _profiler()  # type: ignore[attr-defined]
-    module.set_device = npu.set_device  # type: ignore[attr-defined]
     for name, value in _DTYPE_NUMBERS.items():
         setattr(module, name, value)
 

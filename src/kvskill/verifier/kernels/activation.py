@@ -54,3 +54,33 @@ def fast_gelu(input: torch.Tensor) -> torch.Tensor:
     x = up(input)
     size = x.abs()
     return (x / (1 + torch.exp(-1.702 * size)) * torch.exp(0.851 * (x - size))).to(input.dtype)
+
+
+@kernel("npu_gelu_mul")
+def gelu_mul(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """gelu(first half) * second half of the last axis."""
+    first, second = up(input).chunk(2, dim=-1)
+    return (torch.nn.functional.gelu(first, approximate=approximate) * second).to(input.dtype)
+
+
+@kernel("npu_clipped_swiglu")
+def clipped_swiglu(
+    x: torch.Tensor,
+    dim: int = -1,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    bias: float = 1.0,
+    interleaved: bool = True,
+) -> torch.Tensor:
+    """a = min(A, limit), b = clamp(B, -limit, limit); a * sigmoid(alpha * a) * (b + bias).
+
+    A and B are the even and odd elements along `dim`, or its halves when not `interleaved`.
+    """
+    wide = up(x).movedim(dim, -1)
+    if interleaved:
+        left, right = wide[..., 0::2], wide[..., 1::2]
+    else:
+        left, right = wide.chunk(2, dim=-1)
+    left, right = left.clamp(max=limit), right.clamp(-limit, limit)
+    out = left * torch.sigmoid(alpha * left) * (right + bias)
+    return out.movedim(-1, dim).contiguous().to(x.dtype)

@@ -68,7 +68,7 @@ def init_routing_v2(
     op = "npu_moe_init_routing_v2"
     rows, k = expert_idx.shape
     total = rows * k
-    if drop_pad_mode or quant_mode != -1 or active_num not in (-1, 0, total):
+    if drop_pad_mode or quant_mode != -1 or 0 < active_num < total:
         raise UnmodelledCall(op, f"drop_pad_mode {drop_pad_mode}, quant_mode {quant_mode}, active_num {active_num}")
     first, last = active_expert_range or (0, expert_num)
     experts = expert_idx.flatten().long()
@@ -83,7 +83,7 @@ def init_routing_v2(
         index[order[:kept]] = torch.arange(kept, dtype=torch.int32)
     counts = torch.bincount(experts[inside] - first, minlength=last - first)
     if not expert_tokens_num_flag:
-        tokens = torch.empty(0, dtype=torch.int64)
+        tokens = torch.tensor(0, dtype=torch.int64)  # undefined, of shape () in the Meta kernel
     elif expert_tokens_num_type == 0:
         tokens = counts.cumsum(0)
     elif expert_tokens_num_type == 1:
@@ -161,7 +161,7 @@ def re_routing(
     number = torch.arange(experts).repeat(ranks)
     order = number.repeat_interleave(counts.flatten().long()).sort(stable=True).indices
     index = order if idx_type == 0 else order.argsort()
-    scales = torch.empty(0, dtype=torch.float32)
+    scales = undefined_rows(torch.empty(0, dtype=torch.float32), len(tokens))
     if per_token_scales is not None:
         scales = per_token_scales[order]
     return tokens[order], scales, index.to(torch.int32), counts.sum(dim=0)

@@ -53,3 +53,23 @@ def add_rms_norm_cast(
     """-> (y as float32, y, rstd, x)."""
     y, rstd, total = add_rms_norm(x1, x2, gamma, epsilon)
     return up(y), y, rstd, total
+
+
+@kernel("npu_add_rms_norm_v2")
+def add_rms_norm_v2(
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float
+) -> torch.Tensor:
+    """-> rstd; in place x1 becomes y and x2 becomes x1 + x2."""
+    y, rstd, total = add_rms_norm(x1, x2, gamma, epsilon)
+    x1.copy_(y)
+    x2.copy_(total)
+    return rstd
+
+
+@kernel("npu_add_rms_norm_v2_functional")
+def add_rms_norm_v2_functional(
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> (rstd, y, x1 + x2)."""
+    y, rstd, total = add_rms_norm(x1, x2, gamma, epsilon)
+    return rstd, y, total

@@ -8,7 +8,7 @@ from kvskill.verifier.kernels.errors import UnmodelledCall
 from kvskill.verifier.kernels.numeric import up
 from kvskill.verifier.kernels.registry import kernel
 
-__all__ = ["interleaved_to_half", "rotate_half"]
+__all__ = ["rope_of_pairs"]
 
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
@@ -26,6 +26,12 @@ def rotate_pairs(x: torch.Tensor) -> torch.Tensor:
 def interleaved_to_half(x: torch.Tensor) -> torch.Tensor:
     """Regroup pairs to halves: concat(x[0::2], x[1::2]) of the last axis."""
     return torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
+
+
+def rope_of_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary of interleaved pairs: regrouped to halves, then half rotary; the output stays in half order."""
+    halves = interleaved_to_half(x)
+    return halves * cos + rotate_half(halves) * sin
 
 
 @kernel("npu_rotary_mul")
@@ -68,5 +74,5 @@ def apply_rotary_pos_emb(
 @kernel("npu_interleave_rope")
 def interleave_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Pairs regrouped to halves, then half rotary; the output stays in half order."""
-    wide = interleaved_to_half(up(x))
-    return (wide * up(cos, wide.dtype) + rotate_half(wide) * up(sin, wide.dtype)).to(x.dtype)
+    wide = up(x)
+    return rope_of_pairs(wide, up(cos, wide.dtype), up(sin, wide.dtype)).to(x.dtype)
