@@ -66,9 +66,7 @@ def run_demo(demo: Demo) -> int:
     for number, step in enumerate(steps, start=1):
         code = _step(demo, f"{number}/{len(steps)}", step)
         if code != ExitCode.DONE:
-            click.echo(
-                f"\nStopped: `kvskill {' '.join(step)}` returned {code}. Nothing was proved.", err=True
-            )
+            click.echo(f"\nStopped: `kvskill {' '.join(step)}` returned {code}. Nothing was proved.", err=True)
             return code
         demo.done.append(step[0])
     click.echo(_closing(demo))
@@ -83,9 +81,7 @@ def _step(demo: Demo, number: str, step: list[str]) -> int:
     argv = demo.command(*step)
     if "--diff" not in step:
         return subprocess.run(argv, cwd=demo.repo, env=_env()).returncode
-    result = subprocess.run(
-        argv, cwd=demo.repo, env=_env(), stdout=subprocess.PIPE, text=True, encoding="utf-8"
-    )
+    result = subprocess.run(argv, cwd=demo.repo, env=_env(), stdout=subprocess.PIPE, text=True, encoding="utf-8")
     lines = result.stdout.splitlines()
     shown_lines = lines if demo.full_diff else lines[:DIFF_LINES]
     for line in shown_lines:
@@ -106,7 +102,7 @@ def _coloured(line: str) -> str:
         (("-",), {"fg": "red"}),
     ):
         if line.startswith(prefixes):
-            return click.style(line, **style)  # type: ignore[arg-type]
+            return click.style(line, **style)
     return line
 
 
@@ -116,12 +112,10 @@ def _env() -> dict[str, str]:
 
 
 def _closing(demo: Demo) -> str:
-    oracle = (
-        "the Legacy code one prompt at a time" if demo.before is None else "the Legacy code in its own tree"
-    )
+    where = "" if demo.before is None else " (in its own tree)"
     return (
-        f"\nProved on this CPU, in float32 with random weights: the converted {demo.model} computes what {oracle} "
-        "and transformers compute (figures above).\n"
+        f"\nProved on this CPU, in float32 with random weights: the converted {demo.model} computes what the\n"
+        f"Legacy code{where} and transformers compute, to the figures above.\n"
         "Not proved: anything on an NPU (not run), speed, bfloat16 rounding."
     )
 

@@ -13,9 +13,7 @@ from kvskill.embedded import MODELS
 
 @click.command()
 @click.option("--model", type=click.Choice(list(MODELS)), default="tiny_dense", show_default=True)
-@click.option(
-    "--era", type=click.Choice(eras()), default="2026-04", show_default=True, help="API of the target."
-)
+@click.option("--era", type=click.Choice(eras()), default="2026-04", show_default=True, help="API of the target.")
 @click.option(
     "--keep",
     type=click.Path(file_okay=False, path_type=Path),
