@@ -42,7 +42,9 @@ SEED = 20240607
 def prompts_of(case: Case, config: Any) -> list[tuple[int, int]]:
     """(prompt length, decode steps) per request: short ones, and past three windows if there are any."""
     runs = [(max(case.legacy.min_prompt, 1), 4), (5, 3), (17, 6)]
-    windows = [w for w in (getattr(config, "sliding_window", None),) if isinstance(w, int) and 0 < w <= 256]
+    # the number in the file, also where the configuration class drops it: an inert window must stay inert
+    stated = json.loads(case.config.read_text(encoding="utf-8")).get("sliding_window")
+    windows = [w for w in (stated, getattr(config, "sliding_window", None)) if w and w <= 256]
     if windows:
         window = max(windows)
         runs += [(window - 3, 9), (3 * window + 5, window // 2)]
