@@ -241,9 +241,9 @@ class Evaluator:
             lines[target.attr] = target.lineno
         elif isinstance(target, ast.Subscript):
             owner, key = self.expr(target.value, env, attrs), self.expr(target.slice, env, attrs)
-            if (isinstance(owner, dict) and isinstance(key, (str, int))) or (
-                isinstance(owner, list) and isinstance(key, int) and -len(owner) <= key < len(owner)
-            ):
+            if isinstance(owner, dict) and isinstance(key, (str, int)):
+                owner.update({key: value})
+            elif isinstance(owner, list) and isinstance(key, int) and -len(owner) <= key < len(owner):
                 owner[key] = value
         elif isinstance(target, (ast.Tuple, ast.List)):
             parts = value if isinstance(value, (list, tuple)) and len(value) == len(target.elts) else None

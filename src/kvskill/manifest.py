@@ -106,7 +106,7 @@ class FaCall(_Model):
 
 
 class Group(_Model):
-    """Layers that share one cache geometry and one block manager."""
+    """Layers that share one cache geometry and one block manager. `reasons` name the selection rules that shaped it."""
 
     layers: tuple[int, ...]
     attention: Literal["MHA", "MQA", "GQA", "MLA"]
@@ -124,6 +124,7 @@ class Group(_Model):
     scale_kind: str | None = None
     prefill: FaCall | None = None
     decode: FaCall | None = None
+    reasons: tuple[Evidence, ...] = ()
 
 
 class TargetProfile(_Model):
