@@ -26,9 +26,7 @@ def _lengths(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 
 @click.command()
 @click.argument("model", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "--repo", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Target repository."
-)
+@click.option("--repo", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Target repository.")
 @click.option(
     "--before-repo",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
@@ -36,30 +34,22 @@ def _lengths(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 )
 @click.option("--config", type=click.Path(path_type=Path, exists=True), help="The model's config.json.")
 @click.option("--against", type=click.Choice(["legacy", "hf", "both"]), default="both", show_default=True)
-@click.option(
-    "--backend", type=click.Choice(["auto", "npu", "wheel", "table"]), default="auto", show_default=True
-)
+@click.option("--backend", type=click.Choice(["auto", "npu", "wheel", "table"]), default="auto", show_default=True)
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
 @click.option("--python", help="Interpreter of the target's child processes.")
 @click.option("--prompts", callback=_lengths, help="Prompt lengths, such as 5,1,3,17.")
 @click.option("--decode-steps", type=click.IntRange(1, 4096), default=24, show_default=True)
 @click.option("--block-size", type=click.IntRange(1, 1024), default=16, show_default=True)
 @click.option("--batch-size", type=click.IntRange(1, 64), default=3, show_default=True, help="Request slots.")
-@click.option(
-    "--long", "long_", is_flag=True, help="Add a prompt that crosses three windows and several blocks."
-)
+@click.option("--long", "long_", is_flag=True, help="Add a prompt that crosses three windows and several blocks.")
 @click.option("--seed", type=int, default=20260428, show_default=True)
 @click.option("--tp", type=click.IntRange(1, 8), default=1, show_default=True, help="Ranks, on gloo.")
 @click.option("--mtp", type=click.IntRange(0, 8), default=0, show_default=True, help="Draft tokens per step.")
 @click.option("--tolerance", type=float, help="Bound on max |a - b| / max |ref| (default: by dtype).")
 @click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds per child process.")
-@click.option(
-    "--memory-mb", type=int, default=12000, show_default=True, help="Private memory per child process."
-)
+@click.option("--memory-mb", type=int, default=12000, show_default=True, help="Private memory per child process.")
 @click.option("--fast", is_flag=True, help="Only the recorded run, without its repetitions.")
-@click.option(
-    "--keep", type=click.Path(path_type=Path), help="Keep job files, logs and arrays in this folder."
-)
+@click.option("--keep", type=click.Path(path_type=Path), help="Keep job files, logs and arrays in this folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def verify(model: Path | None, **given: Any) -> int:
     """Run a model's Legacy and Paged code with the same weights on a CPU, and compare them.
@@ -74,9 +64,7 @@ def verify(model: Path | None, **given: Any) -> int:
     from kvskill.verifier.run import verify_model
 
     if model is None:
-        raise InputError(
-            Diagnostic("KV430", Severity.ERROR, "No model was given.", "Name a folder.", Span("."))
-        )
+        raise InputError(Diagnostic("KV430", Severity.ERROR, "No model was given.", "Name a folder.", Span(".")))
     options = VerifyOptions(
         model=model,
         repo=given["repo"],

@@ -45,9 +45,7 @@ def find_legacy(model: ModelUnderTest, before_repo: Path | None, work: Path) -> 
         return LegacySource(None, None, "no originals in .kvskill/originals, and no --before-repo")
     if model.manifest is not None and model.manifest.model.input_era == "padded-2d":
         if model.manifest.target.input_era != "padded-2d":
-            return LegacySource(
-                None, None, "the originals are of the padded 2-D era; give their tree: --before-repo"
-            )
+            return LegacySource(None, None, "the originals are of the padded 2-D era; give their tree: --before-repo")
     root = _overlay(model, model.originals, work / "before")
     return LegacySource(root, root / relative, "saved originals")
 

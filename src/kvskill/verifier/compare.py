@@ -81,9 +81,7 @@ def first_difference(
         if not key.startswith(prefix) or key not in reference:
             continue
         where = tested.get(f"hidden_positions/{request}/{key[len(prefix) :]}")
-        at = reference.get(
-            f"hidden_positions/{request}/{key[len(prefix) :]}", reference.get(f"positions/{request}")
-        )
+        at = reference.get(f"hidden_positions/{request}/{key[len(prefix) :]}", reference.get(f"positions/{request}"))
         if where is None or at is None or position not in where or position not in at:
             continue
         ours = tested[key][:, int(np.where(where == position)[0][0])]

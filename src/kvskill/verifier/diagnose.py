@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvskill.diagnostics import Diagnostic, Severity, Span
+from kvskill.diagnostics import Diagnostic, InputError, Severity, Span
 from kvskill.verifier.compare import Comparison, first_difference
 from kvskill.verifier.discover import ModelUnderTest
 from kvskill.verifier.jobs import Outcome
@@ -32,11 +32,12 @@ _CHECK_CODES = {
 }
 
 
-def problem_findings(checks: list[Check], model: ModelUnderTest) -> list[Diagnostic]:
-    """A finding for every named check that fails."""
+def problem_findings(checks: list[Check], model: ModelUnderTest, explained: bool = False) -> list[Diagnostic]:
+    """A finding for every named check that fails. `explained`: the attention calls already show a cause, of which
+    runs that differ from each other are a consequence."""
     out = []
     for check in checks:
-        if check.ok is False:
+        if check.ok is False and not (explained and check.name in ("run.again", "run.staggered")):
             code, todo = _CHECK_CODES.get(check.name, ("KV400", "See the check's figures."))
             fact = f"Check {check.name} fails: {check.text}."
             out.append(Diagnostic(code, Severity.ERROR, fact, todo, Span(model.shown), {"check": check.name}))
@@ -49,11 +50,11 @@ def child_finding(outcome: Outcome, model: ModelUnderTest, party: str) -> Diagno
     if outcome.died is not None:
         code = "KV408" if outcome.died.startswith("no result") else "KV409"
         fact = f"The {party} run did not end: {outcome.died} (phase {phase})."
-        todo = (
-            "Look for an endless loop, a collective that not every rank enters, or an oversized allocation."
-        )
+        todo = "Look for an endless loop, a collective that not every rank enters, or an oversized allocation."
         return Diagnostic(code, Severity.ERROR, fact, todo, Span(model.shown), {"log": outcome.log})
     error = outcome.error or {}
+    if error.get("target") is None and error.get("type") not in _MEMORY:
+        raise _not_the_target(error, phase, model)
     where = error.get("model") or error.get("target")
     span = Span(where["file"], where["line"]) if where else Span(model.shown)
     data = {"trace": error.get("trace", ""), "phase": phase, "type": error.get("type")}
@@ -70,13 +71,21 @@ def child_finding(outcome: Outcome, model: ModelUnderTest, party: str) -> Diagno
         return Diagnostic("KV420", Severity.ERROR, fact, todo, span, data)
     if "emory" in kind or "not enough memory" in message or "can't allocate memory" in message:
         fact = f"The {party} run asked for more memory than the limit (phase {phase}): {message}."
-        return Diagnostic(
-            "KV409", Severity.ERROR, fact, "Look for a size that grows with the wrong axis.", span, data
-        )
+        return Diagnostic("KV409", Severity.ERROR, fact, "Look for a size that grows with the wrong axis.", span, data)
     fact = f"The {party} run raised {kind} in phase {phase}: {message}."
-    return Diagnostic(
-        "KV407", Severity.ERROR, fact, "Follow the traceback (--json has it in full).", span, data
-    )
+    return Diagnostic("KV407", Severity.ERROR, fact, "Follow the traceback (--json has it in full).", span, data)
+
+
+_MEMORY = ("MemoryError", "OutOfMemoryError")
+
+
+def _not_the_target(error: dict[str, Any], phase: str, model: ModelUnderTest) -> Exception:
+    """An exception with no frame in the target's tree: a missing backend or package, else a fault of kvskill."""
+    if error.get("type") in ("BackendError", "ModuleNotFoundError"):
+        fact = f"The run cannot start: {_one_line(error.get('message', ''))}."
+        todo = "Install what is named, or choose another --backend or --python."
+        return InputError(Diagnostic("KV436", Severity.ERROR, fact, todo, Span(model.shown)))
+    return RuntimeError(f"a child process failed in phase {phase}:\n{error.get('trace', '')}")
 
 
 def _one_line(text: str) -> str:
@@ -102,9 +111,7 @@ def difference_findings(
         cause = _cause(observations, attention, data.get("layer"), first)
         code = "KV401" if first.nan else "KV400"
         todo = (
-            f"Likely cause: {cause[1]}"
-            if cause
-            else "Compare the named layer's attention with the model's definition."
+            f"Likely cause: {cause[1]}" if cause else "Compare the named layer's attention with the model's definition."
         )
         data["cause"] = cause[0] if cause else None
         out.append(Diagnostic(code, Severity.ERROR, text, todo, Span(model.shown), data))
@@ -129,12 +136,8 @@ def _describe(
             group = observations.get("groups", {}).get(str(found[0]))
             data.update(layer=found[0], kind=found[1], group=group)
             part = "attention" if found[1] == "attention" else "output (its attention agrees)"
-            where += f"; layer {found[0]}'s {part} is the first to differ" + (
-                f" (group {group})" if group else ""
-            )
-    what = (
-        f"{first.nan} positions are NaN" if first.nan else f"max |a - b| / max |ref| = {first.relative:.2e}"
-    )
+            where += f"; layer {found[0]}'s {part} is the first to differ" + (f" (group {group})" if group else "")
+    what = f"{first.nan} positions are NaN" if first.nan else f"max |a - b| / max |ref| = {first.relative:.2e}"
     if first.missing or not first.positions:
         what = f"{first.missing or 'all'} positions are missing"
     many = f"{count} requests differ" if count > 1 else "1 request differs"
@@ -208,9 +211,7 @@ def _cause(
     for kind, code, sentence in _CAUSES:
         if kind in kinds:
             return code, sentence
-    form = observations.get("forms", {}).get(f"{layer}.decode") or observations.get("forms", {}).get(
-        f"{layer}.prefill"
-    )
+    form = observations.get("forms", {}).get(f"{layer}.decode") or observations.get("forms", {}).get(f"{layer}.prefill")
     theirs = attention.get(str(layer)) if layer is not None else None
     if form and theirs:
         ours, scale = form.get("scale"), theirs.get("scale")

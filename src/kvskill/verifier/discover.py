@@ -66,9 +66,7 @@ def find_model(model: Path, repo: Path | None) -> ModelUnderTest:
         if base is not None and (base / "models" / model).is_dir():
             folder = base / "models" / model
     if folder is None:
-        raise _error(
-            "KV430", f"There is no model folder `{model}`.", "Give a folder, or a name and --repo.", model
-        )
+        raise _error("KV430", f"There is no model folder `{model}`.", "Give a folder, or a name and --repo.", model)
     folder = folder.resolve()
     root = repo or find_target(folder)
     if root is None or not (root / "executor" / "core").is_dir():
@@ -80,19 +78,13 @@ def find_model(model: Path, repo: Path | None) -> ModelUnderTest:
         )
     root = root.resolve()
     if not folder.is_relative_to(root):
-        raise _error(
-            "KV430", f"The model folder is not inside {root.name}.", "Move it or change --repo.", model
-        )
+        raise _error("KV430", f"The model folder is not inside {root.name}.", "Move it or change --repo.", model)
     return _resolve(root, folder)
 
 
 def _resolve(root: Path, folder: Path) -> ModelUnderTest:
     manifest_path = folder / MANIFEST_NAME
-    manifest = (
-        load_manifest(manifest_path, str(manifest_path.relative_to(root)))
-        if manifest_path.is_file()
-        else None
-    )
+    manifest = load_manifest(manifest_path, str(manifest_path.relative_to(root))) if manifest_path.is_file() else None
     sources = [read_source(p, str(p.relative_to(root))) for p in _python_files(folder)]
     entries = [e for e in _registry(root) if any(m.startswith(_dotted(root, folder) + ".") for m, _ in e[1])]
     causal = config = mtp = None
@@ -206,11 +198,7 @@ def _scan(
     for source in sources:
         for node in _classes(source):
             bases = [ast.unparse(b) for b in node.bases]
-            if (
-                node.name.endswith(suffix)
-                and exclude not in node.name
-                and (not base or any(base in b for b in bases))
-            ):
+            if node.name.endswith(suffix) and exclude not in node.name and (not base or any(base in b for b in bases)):
                 found = (_dotted(root, source.path), node.name)
     return found
 

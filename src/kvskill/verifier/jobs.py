@@ -143,11 +143,7 @@ def _release_waiting(item: _Running, outcome: Outcome) -> None:
 
 
 def _environment() -> Mapping[str, str]:
-    env = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith(("PYTHONPATH", "PYTHONHOME", "RANK", "WORLD_SIZE"))
-    }
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHONPATH", "PYTHONHOME", "RANK", "WORLD_SIZE"))}
     env.update(
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
         OMP_NUM_THREADS="1",

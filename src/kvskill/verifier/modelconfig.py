@@ -95,9 +95,7 @@ def _load(path: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(values, dict):
         raise InputError(
-            Diagnostic(
-                "KV435", Severity.ERROR, "The model config is not an object.", "Check it.", Span(str(path))
-            )
+            Diagnostic("KV435", Severity.ERROR, "The model config is not an object.", "Check it.", Span(str(path)))
         )
     return values
 
@@ -124,9 +122,7 @@ def _class_defaults(model: ModelUnderTest) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     source = read_source(path, str(path.relative_to(model.root)))
-    node = next(
-        (c for c in source.tree.body if isinstance(c, ast.ClassDef) and c.name == model.config_class), None
-    )
+    node = next((c for c in source.tree.body if isinstance(c, ast.ClassDef) and c.name == model.config_class), None)
     if node is None:
         return None
     out: dict[str, Any] = {}

@@ -236,18 +236,12 @@ def _judge(plan: _Plan, outcomes: dict[str, Outcome]) -> VerifyReport:
     observations = dict(paged.result.get("observations", {}))
     observations["groups"] = paged.result.get("groups", {})
     attention = hf.result.get("attention", {}) if hf is not None else {}
-    report.findings += difference_findings(
-        report.comparisons, references, paged.arrays, observations, attention, model
-    )
+    report.findings += difference_findings(report.comparisons, references, paged.arrays, observations, attention, model)
     report.findings += observation_findings(observations, model)
-    report.findings += problem_findings(report.checks, model)
+    report.findings += problem_findings(report.checks, model, explained=bool(observations.get("findings")))
     _weigh_oracles(report, references, work, tolerance, model)
     if not references:
-        fact = (
-            "There is no oracle: "
-            + "; ".join(f"{k}: {v}" for k, v in report.parties.items() if k != "Paged")
-            + "."
-        )
+        fact = "There is no oracle: " + "; ".join(f"{k}: {v}" for k, v in report.parties.items() if k != "Paged") + "."
         todo = "Give --before-repo or a transformers release that knows the architecture."
         report.findings.append(Diagnostic("KV433", Severity.WARNING, fact, todo, Span(model.shown)))
     return report
@@ -310,9 +304,7 @@ def _legacy_party(plan: _Plan, legacy: Outcome | None) -> str:
     place = error.get("model") or error.get("target")
     where = f" at {place['file']}:{place['line']}" if place else ""
     message = " ".join(str(error.get("message", legacy.died)).split())[:200]
-    return (
-        f"not run: it fails in phase {legacy.result.get('phase')}{where} ({error.get('type', '')} {message})"
-    )
+    return f"not run: it fails in phase {legacy.result.get('phase')}{where} ({error.get('type', '')} {message})"
 
 
 def _checks(paged: Outcome) -> list[Check]:
@@ -367,9 +359,7 @@ def _weigh_oracles(
     )
     if hf_ok:
         report.findings = [
-            f
-            for f in report.findings
-            if not (f.code in ("KV400", "KV401") and f.data.get("oracle") == "Legacy")
+            f for f in report.findings if not (f.code in ("KV400", "KV401") and f.data.get("oracle") == "Legacy")
         ]
         todo = "HF is the definition; the old code was wrong there."
         report.findings.append(Diagnostic("KV421", Severity.WARNING, fact, todo, Span(model.shown)))

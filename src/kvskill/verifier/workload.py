@@ -65,9 +65,7 @@ def make_workload(options: VerifyOptions, small: SmallConfig) -> Workload:
     vocab = int(_inner(small.values)["vocab_size"])
     rng = random.Random(options.seed)
     tokens = tuple(
-        tuple(
-            rng.randrange(FIRST_TOKEN, vocab) for _ in range(length + options.decode_steps + options.mtp + 1)
-        )
+        tuple(rng.randrange(FIRST_TOKEN, vocab) for _ in range(length + options.decode_steps + options.mtp + 1))
         for length in prompts
     )
     size = options.batch_size

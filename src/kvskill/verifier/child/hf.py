@@ -30,12 +30,11 @@ def run_hf(job: dict[str, Any], result: dict[str, Any]) -> None:
     from transformers import __version__ as version
 
     result["versions"] = {"torch": torch.__version__, "transformers": version}
-    values = json.loads(Path(job["config"]).read_text(encoding="utf-8"))
+    text = Path(job["config"]).read_text(encoding="utf-8")
+    values = json.loads(text)
     result["phase"] = "build"
     try:
-        config = AutoConfig.for_model(
-            values["model_type"], **{k: v for k, v in values.items() if k != "model_type"}
-        )
+        config = AutoConfig.for_model(values["model_type"], **{k: v for k, v in values.items() if k != "model_type"})
         inner = config.get_text_config() if hasattr(config, "get_text_config") else config
         model = _build(AutoModelForCausalLM, config, inner)
     except (KeyError, ValueError) as error:
@@ -47,7 +46,7 @@ def run_hf(job: dict[str, Any], result: dict[str, Any]) -> None:
     fill(model, int(job["seed"]))
     model.tie_weights()
     result["phase"] = "checkpoint"
-    _save(model, Path(job["ckpt"]), values)
+    _save(model, Path(job["ckpt"]), text)  # the text: HF changes nested values in place
     result["attention"] = _attention_facts(model)
     result["phase"] = "run"
     np.savez(Path(job["out"]) / "arrays.npz", **_run(model, job))
@@ -64,13 +63,13 @@ def _build(auto: Any, config: Any, inner: Any) -> Any:
     return auto.from_config(inner, attn_implementation="eager")
 
 
-def _save(model: Any, ckpt: Path, values: dict[str, Any]) -> None:
+def _save(model: Any, ckpt: Path, config_text: str) -> None:
     """Save as HF does, keep the config as it was made, then mark the checkpoint as complete."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     model.save_pretrained(ckpt, safe_serialization=True, max_shard_size="100GB")
-    (ckpt / "config.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
+    (ckpt / "config.json").write_text(config_text, encoding="utf-8")
     (ckpt / "READY").write_text("hf", encoding="utf-8")
 
 

@@ -29,9 +29,7 @@ class LayerTap:
                 self._handles.append(module.register_forward_pre_hook(self._enter(int(layer.group(1)))))
                 self._handles.append(module.register_forward_hook(self._keep(f"{layer.group(1)}.layer")))
             elif attention:
-                self._handles.append(
-                    module.register_forward_hook(self._keep(f"{attention.group(1)}.attention"))
-                )
+                self._handles.append(module.register_forward_hook(self._keep(f"{attention.group(1)}.attention")))
 
     def _enter(self, index: int) -> Any:
         def hook(module: Any, args: Any) -> None:

@@ -44,9 +44,5 @@ def _clear(model: Any) -> None:
             if "cache" not in name:
                 continue
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                if (
-                    hasattr(tensor, "is_floating_point")
-                    and tensor.is_floating_point()
-                    and id(tensor) not in own
-                ):
+                if hasattr(tensor, "is_floating_point") and tensor.is_floating_point() and id(tensor) not in own:
                     tensor.zero_()

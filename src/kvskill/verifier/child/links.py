@@ -53,15 +53,11 @@ def init_link(target: Any, cache_info: Any, caches: Caches, result: dict[str, An
     if missing:
         text = f"no module attribute holds {', '.join(missing[:4])}"
     elif len(places) != len(caches.tensors):
-        text = (
-            f"only {len(places)} attributes hold {len(caches.tensors)} tensors: a setter overwrites another's"
-        )
+        text = f"only {len(places)} attributes hold {len(caches.tensors)} tensors: a setter overwrites another's"
     check(result, "init.setters", not missing and len(places) == len(caches.tensors), text)
     pointers: dict[int, list[str]] = {}
     for cache in caches.tensors:
-        pointers.setdefault(cache.tensor.data_ptr(), []).append(
-            cache.owner or f"layer {cache.layer} {cache.name}"
-        )
+        pointers.setdefault(cache.tensor.data_ptr(), []).append(cache.owner or f"layer {cache.layer} {cache.name}")
     shared = [names for names in pointers.values() if len(names) > 1]
     check(
         result,

@@ -32,9 +32,7 @@ class Observer:
         self.forms: dict[str, dict[str, Any]] = {}
         self.first_decode: dict[int, dict[str, Any]] = {}
 
-    def see(
-        self, calls: list[tuple[int | None, Any]], metadata: Any, requests: list[tuple[int, int, int]]
-    ) -> None:
+    def see(self, calls: list[tuple[int | None, Any]], metadata: Any, requests: list[tuple[int, int, int]]) -> None:
         """Judge one forward pass.
 
         `calls`: (layer, CallRecord). `requests`: (request number, framework id, prompt length) by batch row.
@@ -49,9 +47,7 @@ class Observer:
             group = self.layer_groups.get(layer)
             self.forms.setdefault(f"{layer}.{phase}", self._form(args))
             table = args.get("block_table")
-            used = (
-                by_pointer.get(table.data_ptr) if table is not None and hasattr(table, "data_ptr") else None
-            )
+            used = by_pointer.get(table.data_ptr) if table is not None and hasattr(table, "data_ptr") else None
             if used is not None and group is not None and used != group:
                 self._note("wrong-table", layer, {"group": group, "used": used, "phase": phase})
             if phase == "decode":
@@ -91,9 +87,7 @@ class Observer:
                 break
             length = int(lengths[row])
             if length != int(expected[row]) and layer not in self.first_decode:
-                self._note(
-                    "kv-length", layer, {"request": request, "passed": length, "expected": int(expected[row])}
-                )
+                self._note("kv-length", layer, {"request": request, "passed": length, "expected": int(expected[row])})
             if not banded:
                 visible = length
             elif mode == 4:
@@ -112,9 +106,7 @@ class Observer:
                 self._note("window", layer, facts)
             if used is None or used not in self.caches.managers:
                 continue
-            self._blocks(
-                layer, used, tables[used][row].tolist(), length, visible, (request, framework_id, position)
-            )
+            self._blocks(layer, used, tables[used][row].tolist(), length, visible, (request, framework_id, position))
 
     def _blocks(
         self, layer: int, key: str, table: list[int], length: int, visible: int, who: tuple[int, int, int]

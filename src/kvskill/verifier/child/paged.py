@@ -7,10 +7,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from kvskill.verifier.backend import current, using
 from kvskill.verifier.child.caches import Caches
 from kvskill.verifier.child.framework import serves_idle_rows
 from kvskill.verifier.child.links import check, release_link
@@ -19,9 +21,7 @@ from kvskill.verifier.child.target import FINITE_POISON, Tap
 __all__ = ["run_paged"]
 
 
-def run_paged(
-    target: Any, caches: Caches, cache_info: Any, job: dict[str, Any], result: dict[str, Any]
-) -> Any:
+def run_paged(target: Any, caches: Caches, cache_info: Any, job: dict[str, Any], result: dict[str, Any]) -> Any:
     """All runs; returns the arrays of the recorded run (and of the others, by prefix, when they differ)."""
     from kvskill.verifier.child.observe import Observer
     from kvskill.verifier.child.recorder import Recorder
@@ -36,9 +36,7 @@ def run_paged(
     idle = serves_idle_rows(target.engine)
     if not idle:
         waves = [w + [w[-1]] * (int(job["batch_size"]) - len(w)) for w in waves]
-        result["notes"].append(
-            "this tree fills its batch with copies of the last prompt: no idle rows were run"
-        )
+        result["notes"].append("this tree fills its batch with copies of the last prompt: no idle rows were run")
     seed = int(job["seed"])
 
     result["phase"] = "run"
@@ -52,19 +50,33 @@ def run_paged(
     result["problems"] = recorder.problems
     result["first_decode"] = {str(r): n for r, n in recorder.first_decode.items()}
     result["permuted"] = caches.permuted
-    if not job["metamorphic"]:
-        return arrays
+    if job["metamorphic"]:
+        # the rules were checked on every call of the recorded run
+        with using(replace(current(), enforce=False)):
+            arrays.update(_metamorphic(target, caches, recorder, waves, idle, first, job, result))
+    return arrays
 
+
+def _metamorphic(
+    target: Any,
+    caches: Caches,
+    recorder: Any,
+    waves: list[list[int]],
+    idle: bool,
+    first: Any,
+    job: dict[str, Any],
+    result: dict[str, Any],
+) -> dict[str, Any]:
+    """The repetitions; arrays of those that differ from the recorded run."""
+    arrays: dict[str, Any] = {}
     result["phase"] = "run again"
     caches.start(None)
     recorder.begin(keep_hidden=False)
     _waves(target, recorder, waves, job, result, "release.no-leak")
-    arrays.update(
-        _judge(result, "run.again", first, recorder, "same run, blocks reused in another order", "again/")
-    )
+    arrays.update(_judge(result, "run.again", first, recorder, "same run, blocks reused in another order", "again/"))
 
     result["phase"] = "run staggered"
-    caches.permute(seed + 1)
+    caches.permute(int(job["seed"]) + 1)
     caches.start(FINITE_POISON)
     recorder.begin(keep_hidden=False)
     steps = int(job["steps"])
@@ -124,16 +136,14 @@ def _stagger(scheduler: Any, recorder: Any, stagger: dict[int, int]) -> Any:
     return restore
 
 
-def _judge(
-    result: dict[str, Any], name: str, first: Any, recorder: Any, text: str, prefix: str
-) -> dict[str, Any]:
+def _judge(result: dict[str, Any], name: str, first: Any, recorder: Any, text: str, prefix: str) -> dict[str, Any]:
     """Compare a run with the recorded one, at every position both have."""
-    worst, where, nan, count = 0.0, None, 0, 0
+    worst, nan, count = 0.0, 0, 0
+    where: tuple[int, int] | None = None
+    first_nan: tuple[int, int] | None = None
     for request, found in recorder.logits.items():
         reference = first.get(request, {})
-        scale = max(
-            (float(np.nanmax(np.abs(v))) for v in reference.values() if np.isfinite(v).any()), default=1.0
-        )
+        scale = max((float(np.nanmax(np.abs(v))) for v in reference.values() if np.isfinite(v).any()), default=1.0)
         for position, values in found.items():
             if position not in reference:
                 continue
@@ -142,7 +152,7 @@ def _judge(
             if np.isnan(values).any() or np.isnan(other).any():
                 if not (np.isnan(values) == np.isnan(other)).all():
                     nan += 1
-                    where = where or (request, position)
+                    first_nan = first_nan or (request, position)
                 continue
             difference = float(np.abs(values - other).max()) / (scale or 1.0)
             if difference > worst:
@@ -151,6 +161,7 @@ def _judge(
     figures = f"{text}: {count} positions, max difference {worst:.1e}"
     if nan:
         figures += f", {nan} positions with NaN in only one of the runs"
+    where = first_nan or where
     if not ok and where is not None:
         figures += f" (request {where[0]}, position {where[1]})"
     check(result, name, ok, figures)

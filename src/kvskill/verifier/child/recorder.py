@@ -92,18 +92,14 @@ class Recorder:
             positions = [[self.prompts[r] - 1] for r in self.rows]
             inputs_ok = [[True] for _ in self.rows]
             if rows != 1 and not self.target.padded:
-                self._problem(
-                    "logits-shape", f"prefill logits {tuple(logits.shape)}, expected [{count}, 1, V]"
-                )
+                self._problem("logits-shape", f"prefill logits {tuple(logits.shape)}, expected [{count}, 1, V]")
             taken = logits[:, -1:, :]
         else:
             width = max(1, inputs["position_ids"].numel() // logits.shape[0])
             all_positions = inputs["position_ids"].reshape(-1, width)[:count].tolist()
             ids = inputs["input_ids"].reshape(-1, width)[:count].tolist()
             positions = all_positions
-            inputs_ok = [
-                self._as_forced(r, p, t, draft) for r, p, t in zip(self.rows, positions, ids, strict=True)
-            ]
+            inputs_ok = [self._as_forced(r, p, t, draft) for r, p, t in zip(self.rows, positions, ids, strict=True)]
             if rows != width:
                 self._problem("logits-shape", f"decode logits {tuple(logits.shape)} for {width} query tokens")
             taken = logits

@@ -74,7 +74,9 @@ def _install_backend(job: dict[str, Any]) -> Any:
 
     _transformers_without_npu()
 
-    context = OpContext(dtype=job["deploy_dtype"], block_size=job["deploy_block_size"])
+    context = OpContext(
+        dtype=job["deploy_dtype"], block_size=job["deploy_block_size"], null_slots=int(job["block_size"])
+    )
     return install(job["backend"], context=context)
 
 
