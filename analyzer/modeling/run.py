@@ -1,0 +1,250 @@
+"""Runs of a model in one phase and one input form.
+
+Three input forms: `padded-2d` (the framework until 2026-04-25: [B, S] ids), `packed-1d` (Legacy since 2026-04-26:
+packed ids that a shim folds back to [B, S]) and `paged` (packed ids, T tokens of n requests). Sources: reference
+A5, A8 (framework metadata by era).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvskill.analyzer.modeling.dims import Dim, const
+from kvskill.analyzer.modeling.operators import HOOKS
+from kvskill.analyzer.modeling.program import Program
+from kvskill.analyzer.modeling.values import (
+    ClassVal,
+    Const,
+    Dict_,
+    Instance,
+    ModuleSeq,
+    Ref,
+    Scalar,
+    Tensor,
+    Value,
+)
+from kvskill.analyzer.modeling.walk import MISSING, Walk
+
+__all__ = ["Form", "Phase", "Run", "run_model", "submodules"]
+
+Form = Literal["padded-2d", "packed-1d", "paged"]
+Phase = Literal["prefill", "decode"]
+
+_META_NAMES = (
+    "executor.utils.forward_metadata.get_forward_metadata",
+    "executor.utils.get_forward_metadata",
+)
+# what the framework passes when the YAML says nothing special; sizes other than these stay symbolic
+_INFER_DEFAULTS: dict[str, Any] = {
+    "model_config.exe_mode": "eager",
+    "model_config.next_n": 0,
+    "model_config.force_eplb": False,
+    "model_config.with_ckpt": True,
+    "model_config.enable_weight_nz": True,
+    "model_config.enable_cache_compile": False,
+    "model_config.enable_static_kernel": False,
+    "model_config.enable_profiler": False,
+    "parallel_config.global_rank": 0,
+    "parallel_config.local_rank": 0,
+    "parallel_config.world_size": 1,
+}
+_HF_DEFAULTS: dict[str, Any] = {
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "use_cache": True,
+    "use_return_dict": True,
+    "return_dict": True,
+    "pretraining_tp": 1,
+    "attention_dropout": 0.0,
+    "gradient_checkpointing": False,
+    "quantization_config": None,
+    "quant_config": None,
+}
+
+
+@dataclass
+class Run:
+    """One finished run."""
+
+    phase: Phase
+    form: Form
+    walk: Walk
+    root: Instance
+    meta: Dict_
+    result: Value
+
+
+def run_model(
+    program: Program,
+    entry: ClassVal,
+    config: Mapping[str, Any],
+    phase: Phase,
+    form: Form,
+    *,
+    infer: Mapping[str, Any] | None = None,
+) -> Run:
+    """Construct `entry` and run its forward in one phase. Never raises on the target's code."""
+    settings = {**_INFER_DEFAULTS, **(infer or {})}
+
+    def concrete(path: str) -> Any:
+        return _lookup(path, config, settings)
+
+    walk = Walk(program.modules, concrete)
+    walk.hooks.update(HOOKS)
+    rows = Dim.atom("n" if form == "paged" else "B")
+    walk.dim_alias = {
+        "infer.scheduler_config.batch_size_per_dp_rank": rows,
+        "infer.scheduler_config.batch_size": rows,
+    }
+    root = walk.construct(entry, [Ref("config"), Ref("infer"), Ref("comm")], {}, "", None)
+    walk.frames.clear()
+    walk.calls.clear()
+    walk.tests.clear()
+    walk.tensors.clear()
+    problems_in_init = list(walk.problems)
+    walk.problems.clear()
+    walk.attr_writes.clear()
+    walk.collapse_layers = True
+    inputs, meta = _inputs(walk, phase, form)
+    for name in _META_NAMES:
+        walk.hooks[name] = lambda *_: meta
+    _bind_caches(walk, root, form)
+    forward = entry.method("forward")
+    result: Value = Const(None)
+    if forward is not None:
+        from kvskill.analyzer.modeling.values import Func
+
+        func, owner = forward
+        result = walk.call_func(Func(func, owner.file, owner), [root], inputs, None)
+    walk.problems[:0] = [p for p in problems_in_init if p.kind == "view"]
+    return Run(phase, form, walk, root, meta, result)
+
+
+def submodules(value: Value, seen: set[int] | None = None) -> list[Instance]:
+    """All objects of the model's own classes below `value`, parents first."""
+    seen = seen if seen is not None else set()
+    if id(value) in seen:
+        return []
+    seen.add(id(value))
+    out: list[Instance] = []
+    if isinstance(value, Instance):
+        out.append(value)
+        for child in value.attrs.values():
+            out.extend(submodules(child, seen))
+    elif isinstance(value, ModuleSeq):
+        for child in value.items:
+            out.extend(submodules(child, seen))
+    return out
+
+
+def _lookup(path: str, config: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+    root, _, rest = path.partition(".")
+    base, bracket, index = rest.partition("[")
+    if root == "config":
+        if not rest:
+            return dict(config)
+        value: Any = config
+        for part in base.split("."):
+            if isinstance(value, Mapping) and part in value:
+                value = value[part]
+            elif value is config and part in _HF_DEFAULTS:
+                value = _HF_DEFAULTS[part]
+            else:
+                return MISSING
+        if bracket:
+            try:
+                key = index.rstrip("]")
+                value = value[int(key)] if isinstance(value, (list, tuple)) else value[key.strip("'\"")]
+            except (ValueError, KeyError, IndexError, TypeError):
+                return MISSING
+        return value
+    if root == "infer":
+        if rest in settings:
+            return settings[rest]
+        if rest.startswith("parallel_config.") and rest.endswith("_size"):
+            return 1
+    return MISSING
+
+
+def _inputs(walk: Walk, phase: Phase, form: Form) -> tuple[dict[str, Value], Dict_]:
+    prefill = phase == "prefill"
+    one = const(1)
+    b = Dim.atom("B")
+    s = Dim.atom("S") if prefill else one
+    if form == "paged":
+        rows = Dim.atom("n")
+        tokens = Dim.atom("T") if prefill else Dim.atom("n") * Dim.atom("q")
+        ids: tuple[Dim, ...] = (tokens,)
+        kv_len = (tokens,) if prefill else (rows,)
+    else:
+        rows = b
+        tokens = b * s
+        ids = (b, s) if form == "padded-2d" else (tokens,)
+        kv_len = (tokens,) if prefill and form == "packed-1d" else (b,)
+
+    def t(name: str, *shape: Dim) -> Tensor:
+        return walk.tensor(f"input:{name}", [], tuple(shape), None)
+
+    side = const(2048)
+    meta = Dict_(
+        {
+            "is_prefill": Const(prefill),
+            "attention_mask": t("attention_mask", side, side),
+            "kv_len": t("kv_len", *kv_len),
+            "actual_seq_lengths_kv": t("actual_seq_lengths_kv", rows),
+            "actual_seq_lengths_q": t("actual_seq_lengths_q", rows),
+            "actual_seq_lengths_cu_kv": t("actual_seq_lengths_cu_kv", rows),
+            "actual_seq_lengths_cu_q": t("actual_seq_lengths_cu_q", rows),
+            "actual_seq_lengths_cu_list_kv": Const(None),
+            "actual_seq_lengths_cu_list_q": Const(None),
+            "actual_seq_lengths_list_kv": Const(None),
+            "actual_seq_lengths_list_q": Const(None),
+            "prompt_tokens": Scalar(str(tokens), tokens) if prefill else Const(0),
+            "block_table": Dict_({}, t("block_table", rows, Dim.atom("width"))) if form == "paged" else Const(None),
+            "slot_mapping": Dict_({}, t("slot_mapping", tokens)) if form == "paged" else Const(None),
+            "is_warm_up": Const(False),
+            "cp_metadata": Const(None),
+        }
+    )
+    inputs: dict[str, Value] = {
+        "input_ids": t("input_ids", *ids),
+        "position_ids": t("position_ids", *ids),
+        "forward_metadata": meta,
+    }
+    if form == "packed-1d" and prefill:
+        inputs["request_offset"] = Scalar("request_offset", Dim.atom("request_offset"))
+    return inputs, meta
+
+
+def _bind_caches(walk: Walk, root: Instance, form: Form) -> None:
+    """Give declared caches the storage that the engine allocates: [B, C, *cache_unit] or paged blocks."""
+    before = {id(m): dict(m.attrs) for m in submodules(root)}
+    own = root.cls.method("init_cache")
+    if own is not None and form != "paged":
+        from kvskill.analyzer.modeling.values import Func
+
+        func, owner = own
+        params = len(func.args.args) - 1
+        walk.call_func(Func(func, owner.file, owner), [root, *([Ref("device")] * min(params, 1))], {}, None)
+        for module in submodules(root):
+            for name, value in module.attrs.items():
+                if isinstance(value, Tensor) and before.get(id(module), {}).get(name) is not value:
+                    module.attrs[name] = walk.tensor("cache", [], value.shape, value.node, name=name, owner=module)
+        walk.frames.clear()
+        walk.attr_writes.clear()
+    for module in submodules(root):
+        unit = module.attrs.get("cache_unit")
+        if unit is not None and {"k_cache", "v_cache"} <= module.attrs.keys():
+            dims = walk.unit_dims(unit)
+            shape = None if dims is None or form == "paged" else (Dim.atom("B"), Dim.atom("C"), *dims)
+            for name in ("k_cache", "v_cache"):
+                module.attrs[name] = walk.tensor("cache", [], shape, None, name=name, owner=module)
+        entries = module.attrs.get("cache_entries")
+        if entries is not None:
+            for name, value in list(module.attrs.items()):
+                if isinstance(value, Tensor) and value.op == "placeholder":
+                    module.attrs[name] = walk.tensor("cache", [], None, None, name=name, owner=module)
+
+
