@@ -35,9 +35,7 @@ def load_tasks() -> dict[str, dict[str, Any]]:
 def kvskill(args: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run the command of the interpreter that runs this script."""
     code = "from kvskill.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *args], cwd=cwd, capture_output=True, text=True, check=False
-    )
+    return subprocess.run([sys.executable, "-c", code, *args], cwd=cwd, capture_output=True, text=True, check=False)
 
 
 def state(root: Path) -> dict[str, str]:
@@ -156,9 +154,7 @@ def grade(task: dict[str, Any], root: Path, transcript: str | None, fast: bool) 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sub = parser.add_subparsers(dest="command", required=True)
     sub.add_parser("list")
     for name in ("prepare", "check"):
@@ -167,9 +163,7 @@ def main(argv: list[str] | None = None) -> int:
         one.add_argument("dir", type=Path)
         if name == "check":
             one.add_argument("--transcript", type=Path)
-            one.add_argument(
-                "--fast", action="store_true", help="leave out the slow assertions (they then fail)"
-            )
+            one.add_argument("--fast", action="store_true", help="leave out the slow assertions (they then fail)")
             one.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     if args.command == "list":

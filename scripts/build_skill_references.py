@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from kvskill.skillpack.examples import worked_examples
+import yaml
 
 from kvskill.opsinfo import load_operators, reference_data
+from kvskill.skillpack.examples import worked_examples
 from kvskill.verifier.backend.schemas import load_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,6 +116,20 @@ def core_arguments() -> list[dict[str, Any]]:
     return [by_meaning[m] for m in _CORE]
 
 
+def features() -> str:
+    """The advanced features that the analyzer recognises and hands over."""
+    data = yaml.safe_load((ROOT / "src/kvskill/data/features.yaml").read_text(encoding="utf-8"))["features"]
+    items = [
+        {
+            "feature": row["title"],
+            "how it shows": ", ".join(f"`{n}`" for n in [*row["yaml"], *row["names"]][:5]),
+            "what to do": f"{row['note']} Skill: {row['skill']}. `kvskill explain {row['code']}`",
+        }
+        for row in data.values()
+    ]
+    return rows(items, ["feature", "how it shows", "what to do"])
+
+
 def build_pages() -> dict[Path, str]:
     """Every generated page by path."""
     env = jinja2.Environment(
@@ -124,6 +139,7 @@ def build_pages() -> dict[Path, str]:
         rows=rows,
         topic=topic,
         errors=errors,
+        features=features,
         operator_table=operator_table,
         operator_facts=operator_facts,
         core_arguments=core_arguments,

@@ -32,9 +32,7 @@ def test_queries_are_balanced() -> None:
     count = Counter((q["lang"], q["should_trigger"]) for q in QUERIES)
     assert set(count.values()) == {10}
     held_out = [q for q in QUERIES if q["split"] == "validation"]
-    assert (
-        12 <= len(held_out) <= 20 and 0.4 <= sum(q["should_trigger"] for q in held_out) / len(held_out) <= 0.6
-    )
+    assert 12 <= len(held_out) <= 20 and 0.4 <= sum(q["should_trigger"] for q in held_out) / len(held_out) <= 0.6
     chinese = re.compile(r"[\u4e00-\u9fff]")
     assert all(bool(chinese.search(q["query"])) == (q["lang"] == "zh") for q in QUERIES)
 

@@ -130,9 +130,7 @@ def test_good_skill_passes(tmp_path: Path) -> None:
     assert validate_skill(folder) == [] and reference_validate(folder) == []
 
 
-def test_validated_from_a_foreign_folder_without_execute_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_validated_from_a_foreign_folder_without_execute_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = tmp_path / "elsewhere" / skill_folder().name
     shutil.copytree(skill_folder(), copy)
     for path in copy.rglob("*"):

@@ -49,9 +49,7 @@ def test_argument_map_agrees_with_the_schemas() -> None:
         for schema, names, other in ((v1, row["v1"], row["v2"]), (v2, row["v2"], row["v1"])):
             for name in (n.strip() for n in names.split(",")):
                 if name == "absent":
-                    assert all(
-                        schema.argument(n.strip()) is None for n in other.split(",") if n.strip() != "..."
-                    )
+                    assert all(schema.argument(n.strip()) is None for n in other.split(",") if n.strip() != "...")
                 elif name != "...":
                     argument = schema.argument(name)
                     assert argument is not None, (name, row["meaning"])

@@ -68,9 +68,7 @@ def _report(plan: _install.Plan, verb: str, dry_run: bool, as_json: bool) -> Non
 @_dry
 @_force
 @json_option
-def install(
-    client: str, scope: _clients.Scope, project: Path, dry_run: bool, force: bool, as_json: bool
-) -> None:
+def install(client: str, scope: _clients.Scope, project: Path, dry_run: bool, force: bool, as_json: bool) -> None:
     """Copy the skill, and its roles where the client knows them, into the client's folder."""
     base = _clients.base_folder(scope, project)
     plan = _install.plan_install(base, _clients.load_client(client, scope), force)
@@ -86,9 +84,7 @@ def install(
 @_dry
 @_force
 @json_option
-def uninstall(
-    client: str, scope: _clients.Scope, project: Path, dry_run: bool, force: bool, as_json: bool
-) -> None:
+def uninstall(client: str, scope: _clients.Scope, project: Path, dry_run: bool, force: bool, as_json: bool) -> None:
     """Remove what `install` wrote; folders it made go too when they are empty."""
     base = _clients.base_folder(scope, project)
     plan = _install.plan_uninstall(base, _clients.load_client(client, scope), force)

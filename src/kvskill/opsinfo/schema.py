@@ -7,12 +7,8 @@ from dataclasses import dataclass
 
 __all__ = ["Argument", "Schema", "parse_schema"]
 
-_HEAD = re.compile(
-    r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?:\.(?P<overload>[A-Za-z0-9_]+))?\((?P<rest>.*)$", re.DOTALL
-)
-_ARGUMENT = re.compile(
-    r"(?P<type>\S.*?)\s+(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?:\s*=\s*(?P<default>.*))?$", re.DOTALL
-)
+_HEAD = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?:\.(?P<overload>[A-Za-z0-9_]+))?\((?P<rest>.*)$", re.DOTALL)
+_ARGUMENT = re.compile(r"(?P<type>\S.*?)\s+(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?:\s*=\s*(?P<default>.*))?$", re.DOTALL)
 _OPEN, _CLOSE = "([{", ")]}"
 
 

@@ -143,9 +143,7 @@ def plan_install(base: Path, client: Client, force: bool = False) -> Plan:
         tuple(sorted({*(old.edited if old else ()), *([backup_name] if edited else [])})),
     )
     notes = tuple(f"{p} is no longer part of the skill but was edited: left as it is" for p in left)
-    return Plan(
-        base, skill, tuple(actions), write, remove, conflicts, backup_name, {}, lock, old, conflicts, notes
-    )
+    return Plan(base, skill, tuple(actions), write, remove, conflicts, backup_name, {}, lock, old, conflicts, notes)
 
 
 def _free_name(folder: Path) -> str:

@@ -79,9 +79,7 @@ def _body_findings(file: Path, body: str, offset: int) -> list[Diagnostic]:
     out = []
     lines, tokens = body.strip().count("\n") + 1, estimate_tokens(body)
     if lines >= BODY_LINES or tokens >= BODY_TOKENS:
-        fact = (
-            f"The body has {lines} lines (limit {BODY_LINES}), about {tokens} tokens (limit {BODY_TOKENS})."
-        )
+        fact = f"The body has {lines} lines (limit {BODY_LINES}), about {tokens} tokens (limit {BODY_TOKENS})."
         out.append(_finding(file, offset + 1, fact, "Move detail into references/."))
     for i, line in enumerate(body.split("\n"), start=offset + 1):
         if _RELATIVE_RUN.search(line):
