@@ -65,9 +65,9 @@ def test_one_version_everywhere() -> None:
 def test_plugin_manifests_name_existing_files() -> None:
     claude = json.loads((ROOT / ".claude-plugin/plugin.json").read_text())
     codex = json.loads((ROOT / ".codex-plugin/plugin.json").read_text())
-    paths = [*claude["skills"], *claude["agents"], codex["skills"]]
+    paths = [*claude["agents"], codex["skills"]]
     assert all(p.startswith("./") and (ROOT / p).exists() for p in paths)
-    assert (ROOT / claude["skills"][0] / "SKILL.md").is_file()
+    assert "skills" not in claude  # the default folder skills/ is found by itself
 
 
 def test_roles() -> None:
