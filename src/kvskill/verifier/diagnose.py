@@ -55,6 +55,8 @@ def child_finding(outcome: Outcome, model: ModelUnderTest, party: str) -> Diagno
     error = outcome.error or {}
     if error.get("target") is None and error.get("type") not in _MEMORY:
         raise _not_the_target(error, phase, model)
+    if error.get("type") in ("ImportError", "ModuleNotFoundError") and "transformers" in error.get("message", ""):
+        raise _other_transformers(error, outcome, model)
     where = error.get("model") or error.get("target")
     span = Span(where["file"], where["line"]) if where else Span(model.shown)
     data = {"trace": error.get("trace", ""), "phase": phase, "type": error.get("type")}
@@ -86,6 +88,14 @@ def _not_the_target(error: dict[str, Any], phase: str, model: ModelUnderTest) ->
         todo = "Install what is named, or choose another --backend or --python."
         return InputError(Diagnostic("KV436", Severity.ERROR, fact, todo, Span(model.shown)))
     return RuntimeError(f"a child process failed in phase {phase}:\n{error.get('trace', '')}")
+
+
+def _other_transformers(error: dict[str, Any], outcome: Outcome, model: ModelUnderTest) -> Exception:
+    """The tree was written for another transformers release than the child's interpreter has."""
+    where = error.get("model") or error.get("target") or {"file": model.shown, "line": 1}
+    fact = f"The target imports what this transformers release does not have: {_one_line(error['message'])}."
+    todo = "Name an interpreter with the release the tree needs (4.55 before 2026-05-09, then 5.x): --python."
+    return InputError(Diagnostic("KV437", Severity.ERROR, fact, todo, Span(where["file"], where["line"])))
 
 
 def _one_line(text: str) -> str:

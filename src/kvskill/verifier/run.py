@@ -225,7 +225,7 @@ def _judge(plan: _Plan, outcomes: dict[str, Outcome]) -> VerifyReport:
                 report.findings.append(child_finding(other, model, f"Paged rank {name[5:]}"))
         report.checks = _checks(paged)
         return report
-    report.checks = _checks(paged) + _run_checks(paged, work)
+    report.checks = _checks(paged) + _run_checks(paged, work, options.mtp)
     tolerance = table_tolerance(options.dtype, options.tolerance)
     if hf is not None and hf.ok and hf.arrays:
         references["HF"] = hf.arrays
@@ -321,7 +321,7 @@ def _checks(paged: Outcome) -> list[Check]:
     return out
 
 
-def _run_checks(paged: Outcome, work: Workload) -> list[Check]:
+def _run_checks(paged: Outcome, work: Workload, next_n: int) -> list[Check]:
     result = paged.result
     found = {f["kind"] for f in result.get("observations", {}).get("findings", [])}
     forms = result.get("observations", {}).get("forms", {})
@@ -333,8 +333,9 @@ def _run_checks(paged: Outcome, work: Workload) -> list[Check]:
     elif result.get("paged"):
         out.append(Check("run.block-table-key", None, "no decode call with a block table was seen"))
     first = {int(k): v for k, v in result.get("first_decode", {}).items()}
-    wrong = [r for r, n in first.items() if n != work.prompts[r] + 1]
-    text = "first decode has key length prompt + 1: " + ", ".join(str(first[r]) for r in sorted(first))
+    new = 1 + next_n
+    wrong = [r for r, n in first.items() if n != work.prompts[r] + new]
+    text = f"first decode has key length prompt + {new}: " + ", ".join(str(first[r]) for r in sorted(first))
     out.append(Check("run.kv-length", not wrong and "kv-length" not in found, text))
     shapes = [p["text"] for p in result.get("problems", []) if p["kind"] == "logits-shape"]
     out.append(Check("run.logits-shape", not shapes, "; ".join(shapes) or "[n, 1, V] and [B, q, V]"))

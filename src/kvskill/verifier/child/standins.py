@@ -51,7 +51,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.names = names
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        if fullname.split(".")[0] not in self.names:
+        if fullname not in self.names and fullname.split(".")[0] not in self.names:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
@@ -64,7 +64,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def install_standins() -> list[str]:
     """Serve the listed packages that are not installed; returns their names."""
-    names = [n for n in json.loads(_LIST.read_text(encoding="utf-8"))["packages"] if _absent(n)]
+    listed = json.loads(_LIST.read_text(encoding="utf-8"))
+    names = [n for n in (*listed["packages"], *listed["removed_modules"]) if _absent(n)]
     sys.meta_path.append(_Finder(frozenset(names)))
     return names
 
