@@ -45,7 +45,7 @@ def cell(value: Any) -> str:
 
 def rows(items: Iterable[Mapping[str, Any]], columns: list[str]) -> str:
     """A Markdown table of the given columns."""
-    head = [c.replace("_", " ") for c in columns]
+    head = [c if c.startswith("torch_npu") else c.replace("_", " ") for c in columns]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(cell(item.get(c, "")) for c in columns) + " |" for item in items]
     return "\n".join(lines)

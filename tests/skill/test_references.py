@@ -99,12 +99,14 @@ def test_pages_are_one_reading() -> None:
 
 # page -> words of the seed's sections that it must speak about
 SEED_SECTIONS = {
-    "framework-deployment": """部署模式 get_cache_info CacheEntry attn_type ATTN_TYPE_MANAGER_MAP FIXED_BLOCK_ATTN_TYPES packed
-        is_prefill 初始化链路 运行期链路 释放链路 is_mla_backend .values() sublayer""",
+    "framework-deployment": """部署模式 get_cache_info CacheEntry attn_type ATTN_TYPE_MANAGER_MAP packed
+        FIXED_BLOCK_ATTN_TYPES
+        is_prefill 初始化链路
+        运行期链路 释放链路 is_mla_backend .values() sublayer""",
     "standalone-deployment": """连续缓存 手动 absorb block_table slot_mapping kv_len ForwardMetaData scatter_update_
         npu_kv_rmsnorm_rope_cache""",
-    "fa-calls": """scale softmax_scale num_query_heads TND_NTD BSND_NBSD sparse_mode 2048 pre_tokens learnable_sink prefill
-        decode mscale query_rope""",
+    "fa-calls": """scale softmax_scale num_query_heads TND_NTD BSND_NBSD sparse_mode 2048 pre_tokens learnable_sink
+        prefill decode mscale query_rope""",
     "operators": """scatter_update_ npu_scatter_nd_update_ npu_kv_rmsnorm_rope_cache
         npu_fused_infer_attention_score_v2""",
     "advanced-features": "quantisation KVP kvp_size empty_with_swapped_memory TeaCache MTP",
