@@ -41,7 +41,6 @@ LayerKind = Literal[
     "mla",  # M  latent cache, every earlier key is visible
     "chunked",  # C  keys of the same chunk are visible
     "blocksparse",  # B  a block pattern is visible
-    "compressed",  # K  keys are pooled over blocks of tokens before they are cached
     "state",  # L  fixed-size recurrent, convolution or linear-attention state
     "cross",  # X  keys of another sequence, of fixed length
     "none",  # -  no cache (MLP, encoder)
@@ -103,7 +102,7 @@ class LayerFacts:
     @property
     def grows(self) -> bool:
         """True when the slot reads a K/V cache that grows with the text."""
-        return self.kind in ("full", "sliding", "mla", "chunked", "blocksparse", "compressed")
+        return self.kind in ("full", "sliding", "mla", "chunked", "blocksparse")
 
 
 @dataclass(frozen=True)
@@ -255,6 +254,7 @@ class ConfigFacts:
     verdict: Verdict
     watchpoints: tuple[str, ...]
     findings: tuple[Diagnostic, ...]
+    acceptable_windows: tuple[int, ...]  # more than one where a key is read in two ways
     lookup: Callable[[str], Value[Any] | None] = field(repr=False, compare=False)
 
     def get(self, key: str) -> Value[Any] | None:
@@ -270,7 +270,6 @@ class ConfigFacts:
             "mla": "M",
             "chunked": "C",
             "blocksparse": "B",
-            "compressed": "K",
             "state": "L",
             "cross": "X",
             "none": "-",
