@@ -225,7 +225,11 @@ def _judge(plan: _Plan, outcomes: dict[str, Outcome]) -> VerifyReport:
                 report.findings.append(child_finding(other, model, f"Paged rank {name[5:]}"))
         report.checks = _checks(paged)
         return report
-    report.checks = _checks(paged) + _run_checks(paged, work, options.mtp)
+    report.checks = _checks(paged)
+    if not paged.arrays:
+        report.findings += problem_findings(report.checks, model)
+        return report
+    report.checks += _run_checks(paged, work, options.mtp)
     tolerance = table_tolerance(options.dtype, options.tolerance)
     if hf is not None and hf.ok and hf.arrays:
         references["HF"] = hf.arrays

@@ -26,8 +26,9 @@ def run_paged(target: Any, caches: Caches, cache_info: Any, job: dict[str, Any],
     from kvskill.verifier.child.observe import Observer
     from kvskill.verifier.child.recorder import Recorder
 
-    if target.engine.kvcache_manager is not None:
-        caches.attach(target.engine.kvcache_manager)
+    if getattr(target.engine, "kvcache_manager", None) is None:
+        return {}
+    caches.attach(target.engine.kvcache_manager)
     groups = {c.layer: c.group for c in caches.tensors}
     windows = {c.layer: c.window for c in caches.tensors}
     observer = Observer(caches, groups, windows)
@@ -107,6 +108,8 @@ def _waves(
             recorder.requests[scheduler.add_request(f"#{request}")] = request
         limit = 4 * (int(job["steps"]) + len(wave)) + 16
         while scheduler.has_work():
+            if stagger:
+                _end_early(scheduler, recorder, stagger)
             if not scheduler.run_step(engine):
                 raise RuntimeError("the scheduler has work but scheduled no batch")
             limit -= 1
@@ -120,7 +123,9 @@ def _waves(
 
 def _stagger(scheduler: Any, recorder: Any, stagger: dict[int, int]) -> Any:
     """End each request after its own number of decode steps."""
-    original = scheduler._should_finish
+    original = getattr(scheduler, "_should_finish", None)
+    if original is None:
+        return None
     steps: dict[int, int] = {}
 
     def should_finish(request: Any) -> bool:
@@ -134,6 +139,15 @@ def _stagger(scheduler: Any, recorder: Any, stagger: dict[int, int]) -> Any:
         scheduler._should_finish = original
 
     return restore
+
+
+def _end_early(scheduler: Any, recorder: Any, stagger: dict[int, int]) -> None:
+    """For schedulers that only count steps: let the next step be the last one where it is a request's turn."""
+    if hasattr(scheduler, "_should_finish"):
+        return
+    for framework_id, request in scheduler.running_requests.items():
+        if request.decode_step_count + 1 >= stagger[recorder.requests[framework_id]]:
+            request.decode_step_count = scheduler.config.max_new_tokens - 1
 
 
 def _judge(result: dict[str, Any], name: str, first: Any, recorder: Any, text: str, prefix: str) -> dict[str, Any]:
