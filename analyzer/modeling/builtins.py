@@ -81,9 +81,7 @@ def bind_import(
             env[name] = External(f"{prefix}.{alias.name}") if sub is None else External(f"file:{sub}")
 
 
-def _own_module(
-    stmt: ast.ImportFrom, modules: Mapping[str, Mapping[str, Value]], file: SourceFile
-) -> str | None:
+def _own_module(stmt: ast.ImportFrom, modules: Mapping[str, Mapping[str, Value]], file: SourceFile) -> str | None:
     tail = (stmt.module or "").split(".")[-1]
     if not tail or (not stmt.level and not (stmt.module or "").startswith("models.")):
         # an absolute import of a sibling file also counts when the folder is on the path
@@ -151,10 +149,7 @@ def _signature(walk: Walk, value: Value, depth: int = 0) -> str:
             f"{k}={_signature(walk, v, depth + 1)}"
             for k, v in sorted(value.attrs.items())
             if k not in ("layer_idx", "layer_id", "idx", "prefix", "layer_index", "index")
-            and not (
-                isinstance(v, Const)
-                and (v.value == value.index or (isinstance(v.value, str) and "." in v.value))
-            )
+            and not (isinstance(v, Const) and (v.value == value.index or (isinstance(v.value, str) and "." in v.value)))
         ]
         return f"{value.cls.name}({','.join(parts)})" if depth < 6 else value.cls.name
     if isinstance(value, ExtInstance):
@@ -209,9 +204,7 @@ def ext_attr(walk: Walk, node: ast.Attribute, obj: ExtInstance, name: str) -> Va
     return Bound(obj, name)
 
 
-def subscript(
-    walk: Walk, node: ast.AST, obj: Value, index: Value | None, parts: list[Value | slice]
-) -> Value:
+def subscript(walk: Walk, node: ast.AST, obj: Value, index: Value | None, parts: list[Value | slice]) -> Value:
     if isinstance(obj, (Tup, ModuleSeq)):
         items = obj.items
         if isinstance(index, Const) and isinstance(index.value, int) and not isinstance(index.value, bool):
@@ -548,11 +541,7 @@ def _extreme(walk: Walk, name: str, args: list[Value]) -> Value:
         return Unknown(name, tuple(args))
     values = [d.value for d in known]
     if all(v is not None for v in values):
-        picked = (
-            max(v for v in values if v is not None)
-            if name == "max"
-            else min(v for v in values if v is not None)
-        )
+        picked = max(v for v in values if v is not None) if name == "max" else min(v for v in values if v is not None)
         return Const(picked)
     # max(heads // tp, 1) is heads // tp wherever that is at least one: keep the expression, remember the value
     concrete = [walk.concrete_dim(d) for d in known]
@@ -568,9 +557,7 @@ def _convert(walk: Walk, name: str, args: list[Value]) -> Value:
     if isinstance(value, Const):
         try:
             return Const(
-                {"int": int, "float": float, "bool": bool, "str": str, "abs": abs, "round": round}[name](
-                    value.value
-                )
+                {"int": int, "float": float, "bool": bool, "str": str, "abs": abs, "round": round}[name](value.value)
             )  # type: ignore[operator]
         except (TypeError, ValueError):
             return Unknown(name)
@@ -623,11 +610,7 @@ def call_method(
             return Tup([Tup([Const(k), v]) for k, v in zip(obj.keys, obj.items, strict=True)])
         return Unknown(f"modules.{name}")
     if isinstance(obj, Instance):
-        if (
-            name in ("register_buffer", "register_parameter")
-            and len(args) >= 2
-            and isinstance(args[0], Const)
-        ):
+        if name in ("register_buffer", "register_parameter") and len(args) >= 2 and isinstance(args[0], Const):
             obj.attrs[str(args[0].value)] = args[1]
             return Const(None)
         if name in ("modules", "named_modules", "parameters", "named_parameters", "children", "state_dict"):
@@ -657,9 +640,7 @@ def call_method(
             return call_ext_instance(walk, obj, args, kwargs, node)
         tensors = [a for a in args if isinstance(a, Tensor)]
         result: Value = (
-            walk.tensor(f"?{obj.name}.{name}", list(args), None, node)
-            if tensors
-            else Unknown(name, tuple(args))
+            walk.tensor(f"?{obj.name}.{name}", list(args), None, node) if tensors else Unknown(name, tuple(args))
         )
         walk.record_call(f"{obj.name}.{name}", node, [obj, *args], kwargs, result)
         return result
@@ -671,11 +652,7 @@ def call_method(
                     result_py = getattr(obj.value, name)(*plain)
                 except Exception:
                     return Unknown(name)
-                return (
-                    Const(result_py)
-                    if not isinstance(result_py, list)
-                    else Tup([Const(v) for v in result_py])
-                )
+                return Const(result_py) if not isinstance(result_py, list) else Tup([Const(v) for v in result_py])
     return Unknown(f"method {name}", (obj, *args))
 
 
@@ -737,9 +714,7 @@ def _tensor_method(
     if name == "stride":
         return Unknown("stride")
     if name in ("matmul", "bmm", "mm", "baddbmm") and args and isinstance(args[0], Tensor):
-        return walk.tensor(
-            "matmul", [t, args[0]], shapes.matmul_shape(walk, node, t.shape, args[0].shape), node
-        )
+        return walk.tensor("matmul", [t, args[0]], shapes.matmul_shape(walk, node, t.shape, args[0].shape), node)
     if name in ("new_empty", "new_zeros", "new_ones", "new_full"):
         sizes = args[0] if args else None
         items = sizes.items if isinstance(sizes, Tup) else args

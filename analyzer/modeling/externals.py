@@ -55,9 +55,7 @@ def operator_name(name: str) -> str | None:
     return None
 
 
-def call_external(
-    walk: Walk, name: str, args: list[Value], kwargs: dict[str, Value], node: ast.Call
-) -> Value:
+def call_external(walk: Walk, name: str, args: list[Value], kwargs: dict[str, Value], node: ast.Call) -> Value:
     """Call an outside function or class by qualified name."""
     from kvskill.analyzer.modeling import builtins as py
 
@@ -98,26 +96,18 @@ def _dispatch(walk: Walk, op: str, args: list[Value], kwargs: dict[str, Value], 
     return Unknown(op, tuple(args))
 
 
-def _result(
-    walk: Walk, spec: str, args: list[Value], kwargs: dict[str, Value], node: ast.Call, op: str
-) -> Value:
+def _result(walk: Walk, spec: str, args: list[Value], kwargs: dict[str, Value], node: ast.Call, op: str) -> Value:
     kind, _, pos = spec.partition(":")
     if kind == "unknown":
         return walk.tensor(op, [*args, *kwargs.values()], None, node)
     index = int(pos)
-    source = (
-        args[index]
-        if index < len(args)
-        else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
-    )
+    source = args[index] if index < len(args) else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
     shape = source.shape if isinstance(source, Tensor) else None
     if shape is not None and kind == "rows":
         shape = (*shape[:-1], fresh())
     if shape is not None and kind == "half":
         shape = (*shape[:-1], shape[-1].divide(const(2)) or Dim.atom(f"({shape[-1]})//2"))
-    parents = (
-        [source, *[a for a in (*args, *kwargs.values()) if a is not source]] if source is not None else []
-    )
+    parents = [source, *[a for a in (*args, *kwargs.values()) if a is not source]] if source is not None else []
     return walk.tensor(op, parents, shape, node)
 
 
@@ -143,9 +133,7 @@ def _module(walk: Walk, op: str, args: list[Value], kwargs: dict[str, Value]) ->
     return ExtInstance(op, args, kwargs)
 
 
-def _torch_function(
-    walk: Walk, base: str, args: list[Value], kwargs: dict[str, Value], node: ast.Call
-) -> Value | None:
+def _torch_function(walk: Walk, base: str, args: list[Value], kwargs: dict[str, Value], node: ast.Call) -> Value | None:
     first = args[0] if args else kwargs.get("input")
     rest = args[1:] if args else []
     kw = {k: v for k, v in kwargs.items() if k != "input"}
@@ -178,9 +166,7 @@ def _torch_function(
             "matmul", [first, rest[0]], shapes.matmul_shape(walk, node, first.shape, rest[0].shape), node
         )
     if base == "einsum":
-        return walk.tensor(
-            "einsum", list(args), None, node, equation=first.value if isinstance(first, Const) else None
-        )
+        return walk.tensor("einsum", list(args), None, node, equation=first.value if isinstance(first, Const) else None)
     if base == "where":
         tensors = [a for a in args if isinstance(a, Tensor)]
         shape = tensors[0].shape if tensors else None
@@ -275,9 +261,7 @@ def _cat(walk: Walk, base: str, args: list[Value], kwargs: dict[str, Value], nod
     rank = len(first) + (1 if base == "stack" else 0)
     axis %= rank
     if base == "stack":
-        return walk.tensor(
-            base, list(items), (*first[:axis], const(len(items)), *first[axis:]), node, axis=axis
-        )
+        return walk.tensor(base, list(items), (*first[:axis], const(len(items)), *first[axis:]), node, axis=axis)
     if any(t.shape is not None and len(t.shape) != len(first) for t in items):
         walk.problem(node, "rank", "cat of tensors with different ranks")
         return walk.tensor(base, list(items), None, node)

@@ -89,8 +89,12 @@ def _kv_rmsnorm_v2(walk: Walk, node: ast.Call, args: list[Value], kwargs: dict[s
 HOOKS: dict[str, Hook] = {
     "npu:npu_fused_infer_attention_score": _fa,
     "npu:npu_fused_infer_attention_score_v2": _fa,
-    "npu:npu_incre_flash_attention": lambda w, n, a, k: w.tensor("fa", [*a, *k.values()], getattr(a[0], "shape", None) if a else None, n),
-    "npu:npu_prompt_flash_attention": lambda w, n, a, k: w.tensor("fa", [*a, *k.values()], getattr(a[0], "shape", None) if a else None, n),
+    "npu:npu_incre_flash_attention": lambda w, n, a, k: w.tensor(
+        "fa", [*a, *k.values()], getattr(a[0], "shape", None) if a else None, n
+    ),
+    "npu:npu_prompt_flash_attention": lambda w, n, a, k: w.tensor(
+        "fa", [*a, *k.values()], getattr(a[0], "shape", None) if a else None, n
+    ),
     "npu:scatter_update_": _returns(0, "input"),
     "npu:scatter_update": _returns(0, "input"),
     "npu:npu_scatter_nd_update_": _returns(0, "input"),

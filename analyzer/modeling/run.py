@@ -246,5 +246,3 @@ def _bind_caches(walk: Walk, root: Instance, form: Form) -> None:
             for name, value in list(module.attrs.items()):
                 if isinstance(value, Tensor) and value.op == "placeholder":
                     module.attrs[name] = walk.tensor("cache", [], None, None, name=name, owner=module)
-
-

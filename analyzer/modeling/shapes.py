@@ -23,15 +23,143 @@ Rule = Callable[["Walk", ast.AST, Tensor, list[Value], dict[str, Value]], Value]
 
 # value-preserving rearrangements: what may stand between the fresh K/V and their use
 LAYOUT = frozenset(
-    ["view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "contiguous", "flatten", "unflatten", "movedim", "swapaxes", "expand", "expand_as", "clone", "detach", "view_as", "to", "type", "float", "bfloat16", "half", "type_as", "cpu", "npu", "cuda"]
+    [
+        "view",
+        "reshape",
+        "transpose",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "contiguous",
+        "flatten",
+        "unflatten",
+        "movedim",
+        "swapaxes",
+        "expand",
+        "expand_as",
+        "clone",
+        "detach",
+        "view_as",
+        "to",
+        "type",
+        "float",
+        "bfloat16",
+        "half",
+        "type_as",
+        "cpu",
+        "npu",
+        "cuda",
+    ]
 )
 # keep the shape, act on each element
 ELEMENTWISE = frozenset(
-    ["abs", "add", "add_", "sub", "mul", "mul_", "div", "div_", "pow", "neg", "exp", "log", "sqrt", "rsqrt", "square", "sigmoid", "tanh", "silu", "relu", "gelu", "clamp", "clamp_", "clamp_min", "clamp_max", "cos", "sin", "to", "float", "half", "bfloat16", "long", "int", "bool", "type", "type_as", "double", "contiguous", "clone", "detach", "cpu", "npu", "cuda", "masked_fill", "masked_fill_", "masked_scatter", "round", "floor", "ceil", "sign", "logical_not", "bitwise_not", "isnan", "softplus", "requires_grad_", "copy_", "fill_", "zero_", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "reciprocal", "erf", "sub_", "nan_to_num", "remainder", "where_", "requires_grad", "dequantize"]
+    [
+        "abs",
+        "add",
+        "add_",
+        "sub",
+        "mul",
+        "mul_",
+        "div",
+        "div_",
+        "pow",
+        "neg",
+        "exp",
+        "log",
+        "sqrt",
+        "rsqrt",
+        "square",
+        "sigmoid",
+        "tanh",
+        "silu",
+        "relu",
+        "gelu",
+        "clamp",
+        "clamp_",
+        "clamp_min",
+        "clamp_max",
+        "cos",
+        "sin",
+        "to",
+        "float",
+        "half",
+        "bfloat16",
+        "long",
+        "int",
+        "bool",
+        "type",
+        "type_as",
+        "double",
+        "contiguous",
+        "clone",
+        "detach",
+        "cpu",
+        "npu",
+        "cuda",
+        "masked_fill",
+        "masked_fill_",
+        "masked_scatter",
+        "round",
+        "floor",
+        "ceil",
+        "sign",
+        "logical_not",
+        "bitwise_not",
+        "isnan",
+        "softplus",
+        "requires_grad_",
+        "copy_",
+        "fill_",
+        "zero_",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "logical_and",
+        "logical_or",
+        "reciprocal",
+        "erf",
+        "sub_",
+        "nan_to_num",
+        "remainder",
+        "where_",
+        "requires_grad",
+        "dequantize",
+    ]
 )
 # combine elements along an axis
 MIXING = frozenset(
-    ["softmax", "log_softmax", "cumsum", "cumprod", "mean", "sum", "max", "min", "amax", "amin", "argmax", "argmin", "sort", "argsort", "topk", "norm", "var", "std", "flip", "roll", "any", "all", "prod", "logsumexp", "median", "count_nonzero", "diff"]
+    [
+        "softmax",
+        "log_softmax",
+        "cumsum",
+        "cumprod",
+        "mean",
+        "sum",
+        "max",
+        "min",
+        "amax",
+        "amin",
+        "argmax",
+        "argmin",
+        "sort",
+        "argsort",
+        "topk",
+        "norm",
+        "var",
+        "std",
+        "flip",
+        "roll",
+        "any",
+        "all",
+        "prod",
+        "logsumexp",
+        "median",
+        "count_nonzero",
+        "diff",
+    ]
 )
 _KEEP_AXIS = frozenset(["softmax", "log_softmax", "cumsum", "cumprod", "flip", "roll", "sort", "argsort"])
 
@@ -236,9 +364,7 @@ def unbind(walk: Walk, node: ast.AST, t: Tensor, args: list[Value], kw: dict[str
     if t.shape is None or axis is None or t.shape[axis].value is None:
         return Unknown("unbind of an unknown axis", (t,))
     shape = (*t.shape[:axis], *t.shape[axis + 1 :])
-    return Tup(
-        [walk.tensor("select", [t], shape, node, axis=axis, index=i) for i in range(t.shape[axis].value or 0)]
-    )
+    return Tup([walk.tensor("select", [t], shape, node, axis=axis, index=i) for i in range(t.shape[axis].value or 0)])
 
 
 def mixing(name: str) -> Rule:
@@ -381,9 +507,7 @@ def getitem(walk: Walk, node: ast.AST, t: Tensor, index: Value, parts: list[Valu
             advanced.append(part.shape)
             axis += 1
         elif isinstance(part, Tup) or _is_unknown(part):
-            return walk.tensor(
-                "getitem", [t, part] if isinstance(part, Value) else [t], None, node, parts=parts
-            )
+            return walk.tensor("getitem", [t, part] if isinstance(part, Value) else [t], None, node, parts=parts)
         else:
             mixed.append(t.shape[axis])
             axis += 1

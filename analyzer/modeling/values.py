@@ -207,6 +207,8 @@ class Frame:
     parent: Frame | None
     call: ast.AST | None
     stmt: ast.stmt | None = None
+    call_stmt: ast.stmt | None = None  # the caller's statement
+    self_: Value | None = None
     env_before: dict[int, dict[str, Value]] = field(default_factory=dict)
     values: dict[int, Value] = field(default_factory=dict)
     returns: list[tuple[ast.Return | None, Value]] = field(default_factory=list)

@@ -134,9 +134,7 @@ class Walk:
     frame: Frame = field(init=False)
     steps: int = 0
     collapse_layers: bool = False
-    hooks: dict[str, Callable[[Walk, ast.Call, list[Value], dict[str, Value]], Value]] = field(
-        default_factory=dict
-    )
+    hooks: dict[str, Callable[[Walk, ast.Call, list[Value], dict[str, Value]], Value]] = field(default_factory=dict)
 
     # -- entry ---------------------------------------------------------------------------------------------
 
@@ -154,9 +152,7 @@ class Walk:
             self._dataclass_init(inst, args, kwargs)
         return inst
 
-    def call_func(
-        self, func: Func, args: list[Value], kwargs: dict[str, Value], node: ast.AST | None
-    ) -> Value:
+    def call_func(self, func: Func, args: list[Value], kwargs: dict[str, Value], node: ast.AST | None) -> Value:
         """Run a function of the files and return the join of its results."""
         parent = getattr(self, "frame", None)
         depth = parent.depth + 1 if parent is not None else 0
@@ -165,6 +161,8 @@ class Walk:
         frame = Frame(func.node, func.file, func.owner, {}, parent, node, depth=depth)
         if func.closure is not None:
             frame.env.update(func.closure.env)
+        frame.call_stmt = parent.stmt if parent is not None else None
+        frame.self_ = args[0] if func.owner is not None and args else None
         self.frames.append(frame)
         self.frame = frame
         try:
@@ -256,11 +254,7 @@ class Walk:
             if value.path in self.dim_alias:
                 return self.dim_alias[value.path]
             known = self.concrete(value.path)
-            if (
-                known is None
-                or isinstance(known, bool)
-                or (known is not MISSING and not isinstance(known, int))
-            ):
+            if known is None or isinstance(known, bool) or (known is not MISSING and not isinstance(known, int)):
                 return None
             return Dim.atom(value.path)
         return None
@@ -500,9 +494,7 @@ class Walk:
             self._assign(target.value, value)
 
     def _in_init(self, obj: Instance) -> bool:
-        return any(
-            isinstance(f.func, ast.FunctionDef) and f.func.name == "__init__" for f in self.frame.chain()
-        )
+        return any(isinstance(f.func, ast.FunctionDef) and f.func.name == "__init__" for f in self.frame.chain())
 
     def _unpack(self, target: ast.Tuple | ast.List, value: Value) -> None:
         n = len(target.elts)
@@ -514,10 +506,7 @@ class Walk:
                 self.problem(target, "rank", f"{len(items)} values unpacked into {n} names")
                 items = None
         elif isinstance(value, Tensor):
-            items = [
-                self.tensor("select", [value], value.shape[1:] if value.shape else None, target)
-                for _ in range(n)
-            ]
+            items = [self.tensor("select", [value], value.shape[1:] if value.shape else None, target) for _ in range(n)]
         if items is None:
             for elt in target.elts:
                 self._assign(elt, Unknown("unpacked", (value,)))
@@ -651,11 +640,7 @@ class Walk:
             if found is not None:
                 return Func(found[0], found[1].file, found[1])
             return Unknown(f"class attribute {name}")
-        if (
-            isinstance(obj, Dict_)
-            and name in obj.items
-            and name not in ("items", "keys", "values", "get", "update")
-        ):
+        if isinstance(obj, Dict_) and name in obj.items and name not in ("items", "keys", "values", "get", "update"):
             return obj.items[name]
         if isinstance(obj, ExtInstance):
             return py.ext_attr(self, node, obj, name)
@@ -754,9 +739,9 @@ class Walk:
         if isinstance(value, Const) and isinstance(node.op, (ast.USub, ast.UAdd, ast.Invert)):
             try:
                 return Const(
-                    {ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Invert: operator.invert}[
-                        type(node.op)
-                    ](value.value)
+                    {ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Invert: operator.invert}[type(node.op)](
+                        value.value
+                    )
                 )
             except Exception:
                 return Unknown("unary")
@@ -936,9 +921,7 @@ class Walk:
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if tensors or isinstance(callee, Ref):
             return (
-                self.tensor("?call", [*args, *kwargs.values()], None, node)
-                if tensors
-                else Unknown("call", tuple(args))
+                self.tensor("?call", [*args, *kwargs.values()], None, node) if tensors else Unknown("call", tuple(args))
             )
         return Unknown("call", (callee, *args))
 
@@ -955,12 +938,8 @@ class Walk:
             frame.env[param.arg] = arg
         if spec.vararg is not None:
             frame.env[spec.vararg.arg] = Tup(list(args[len(params) :]))
-        defaults = dict(
-            zip([p.arg for p in params][len(params) - len(spec.defaults) :], spec.defaults, strict=True)
-        )
-        defaults |= {
-            p.arg: d for p, d in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if d is not None
-        }
+        defaults = dict(zip([p.arg for p in params][len(params) - len(spec.defaults) :], spec.defaults, strict=True))
+        defaults |= {p.arg: d for p, d in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if d is not None}
         for param in [*params[len(args) :], *spec.kwonlyargs]:
             if param.arg in rest:
                 frame.env[param.arg] = rest.pop(param.arg)
@@ -974,11 +953,7 @@ class Walk:
     def _class_attrs(self, inst: Instance) -> None:
         for cls in reversed(inst.cls.mro()):
             for item in cls.node.body:
-                if (
-                    isinstance(item, ast.Assign)
-                    and len(item.targets) == 1
-                    and isinstance(item.targets[0], ast.Name)
-                ):
+                if isinstance(item, ast.Assign) and len(item.targets) == 1 and isinstance(item.targets[0], ast.Name):
                     if isinstance(item.value, ast.Constant):
                         inst.attrs[item.targets[0].id] = Const(item.value.value)
 

@@ -1,0 +1,123 @@
+"""Facts about a model's code, as the walk found them. Frozen; each knows its source range."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvskill.analyzer.modeling.run import Form, Run
+from kvskill.analyzer.modeling.program import Program
+from kvskill.analyzer.modeling.values import ClassVal, Func, Instance
+from kvskill.diagnostics import Diagnostic
+from kvskill.source import SourceFile
+
+__all__ = [
+    "AttentionFacts",
+    "Binding",
+    "CacheDecl",
+    "LastToken",
+    "ModelFacts",
+    "Seam",
+    "State",
+    "Window",
+]
+
+State = Literal["legacy", "paged", "half-migrated", "paged-by-hand", "none"]
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A name that holds a tensor at the seam, and how its axes lie (trace.Layout kinds)."""
+
+    name: str
+    layout: str
+
+
+@dataclass(frozen=True, eq=False)
+class CacheDecl:
+    """Where `__init__` declares the Legacy cache."""
+
+    placeholders: dict[str, ast.stmt]
+    unit: ast.stmt | None
+    heads_expr: str
+    k_dim_expr: str
+    v_dim_expr: str
+
+
+@dataclass(frozen=True)
+class Window:
+    """The sliding window of a class. `expr` is valid in `__init__` and is None (or falsy) for full layers."""
+
+    expr: str
+    attr: str | None
+    per_layer: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Seam:
+    """The region of a function between fresh Q/K/V and the value that goes on."""
+
+    func: ast.FunctionDef
+    file: SourceFile
+    owner: ClassVal
+    self_name: str
+    anchor: ast.stmt  # the new code goes before this statement
+    q: Binding
+    k: Binding
+    v: Binding
+    out: Binding
+    extra_targets: tuple[str, ...]  # names that the attend statement also bound (attention weights)
+    removed: tuple[tuple[Func, ast.stmt], ...]
+    heads_expr: str
+    kv_heads_expr: str
+    k_dim_expr: str
+    v_dim_expr: str
+    scale_expr: str
+    scale_value: float | None
+    sinks_expr: str | None
+    meta_expr: str | None  # how the function reaches the forward metadata; None: must be threaded
+    kinds: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionFacts:
+    """One attention class."""
+
+    cls: ClassVal
+    file: SourceFile
+    layers: tuple[int, ...]
+    entry: ast.FunctionDef
+    stream_params: tuple[str, ...]
+    caches: CacheDecl
+    window: Window | None
+    seam: Seam
+    reps: tuple[Instance, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class LastToken:
+    """How the model picks the token that goes to the head. `stmts` are replaced; none means it does not pick."""
+
+    func: ast.FunctionDef
+    file: SourceFile
+    stmts: tuple[ast.stmt, ...]
+    name: str
+    anchor: ast.stmt
+
+
+@dataclass(frozen=True, eq=False)
+class ModelFacts:
+    """Everything that is known of a model folder's code."""
+
+    program: Program
+    state: State
+    form: Form | None = None
+    entry: ClassVal | None = None
+    model_cls: ClassVal | None = None
+    layer_cls: ClassVal | None = None
+    attentions: tuple[AttentionFacts, ...] = ()
+    prefill: Run | None = None
+    decode: Run | None = None
+    findings: tuple[Diagnostic, ...] = field(default=())
+    block_tests: tuple[Diagnostic, ...] = field(default=())

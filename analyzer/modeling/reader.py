@@ -1,0 +1,270 @@
+"""Read a model folder: entry class, input form, attention classes, and the state of the conversion."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvskill.analyzer.modeling.facts import AttentionFacts, CacheDecl, ModelFacts, State
+from kvskill.analyzer.modeling.program import Program, load_program, source_files
+from kvskill.analyzer.modeling.run import Form, Run, run_model, submodules
+from kvskill.analyzer.modeling.seam import RepRun, SeamError, find_seam, rep_runs
+from kvskill.analyzer.modeling.values import ClassVal, Frame, Instance, Tensor
+from kvskill.analyzer.modeling.window import find_window
+from kvskill.diagnostics import Diagnostic, InputError, Severity, Span
+
+__all__ = ["entry_class", "read_model"]
+
+_FORMS: tuple[Form, ...] = ("packed-1d", "padded-2d")
+
+
+def read_model(folder: Path, shown_root: Path, config: Mapping[str, Any], *, entry: str | None = None) -> ModelFacts:
+    """Facts of a model folder. Raises InputError for unreadable files or when no model class is found."""
+    program = load_program(source_files(folder), shown_root)
+    return read_program(program, config, entry=entry, shown=folder.name)
+
+
+def read_program(
+    program: Program, config: Mapping[str, Any], *, entry: str | None = None, shown: str = ""
+) -> ModelFacts:
+    """Facts of a loaded program."""
+    top = program.find(entry) if entry else entry_class(program)
+    if top is None:
+        raise InputError(
+            Diagnostic(
+                "KV020",
+                Severity.ERROR,
+                "No class with a forward and a language-model head was found in the model folder.",
+                "Pass the folder that holds modeling_*.py.",
+                Span(shown or "models"),
+            )
+        )
+    state = _state(program, top)
+    if state != "legacy":
+        return ModelFacts(program, state, entry=top, findings=_state_findings(program, top, state))
+    form, prefill = _best_form(program, top, config)
+    decode = run_model(program, top, config, "decode", form)
+    owners = [m for m in submodules(prefill.root) if _has_cache(m)]
+    findings: list[Diagnostic] = []
+    if not owners:
+        return ModelFacts(program, "none", form, top, prefill=prefill, decode=decode, findings=(_no_attention(top),))
+    if prefill.walk.problems:
+        findings.extend(_shape_findings(prefill))
+    facts = []
+    for cls in _classes(owners):
+        mine = [m for m in owners if m.cls is cls]
+        try:
+            facts.append(_attention(cls, mine, prefill, decode, config))
+        except SeamError as exc:
+            findings.append(exc.finding)
+    layers = [f for f in prefill.walk.frames if f.self_ in owners and f.parent is not None]
+    layer_cls, model_cls = _containers(layers[0] if layers else None)
+    return ModelFacts(
+        program, "legacy", form, top, model_cls, layer_cls, tuple(facts), prefill, decode, tuple(findings)
+    )
+
+
+def entry_class(program: Program) -> ClassVal | None:
+    """The outermost model class: it has forward, and no other class of the files builds it."""
+    built: set[str] = set()
+    for cls in program.classes():
+        for node in ast.walk(cls.node):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                built.add(node.func.id)
+    options = [
+        c
+        for c in program.classes()
+        if c.method("forward") is not None
+        and c.name not in built
+        and (c.method("load_weights") is not None or c.name.endswith(("ForCausalLM", "LMHeadModel")))
+    ]
+    # a multi-token-prediction model usually derives from the main one: prefer the base
+    bases = [c for c in options if not any(b in options for b in c.mro()[1:])]
+    return (bases or options or [None])[0]  # type: ignore[list-item]
+
+
+def _state(program: Program, top: ClassVal) -> State:
+    unit = entries = False
+    for cls in program.classes():
+        for node in ast.walk(cls.node):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                unit |= node.attr == "cache_unit"
+                entries |= node.attr == "cache_entries"
+    info = top.method("get_cache_info") is not None
+    if entries and info:
+        return "half-migrated" if unit else "paged"
+    if entries or info:
+        return "half-migrated"
+    return "legacy"
+
+
+def _state_findings(program: Program, top: ClassVal, state: State) -> tuple[Diagnostic, ...]:
+    if state != "half-migrated":
+        return ()
+    out = []
+    for cls in program.classes():
+        for node in ast.walk(cls.node):
+            legacy = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr == "cache_unit"
+            if legacy:
+                out.append(
+                    Diagnostic(
+                        "KV161",
+                        Severity.BLOCKING,
+                        f"{cls.name} still declares a Legacy cache although the model reports paged entries.",
+                        "Finish or undo the earlier conversion; half-migrated code is not converted.",
+                        cls.file.span(node),
+                    )
+                )
+    if not out:
+        what = "get_cache_info" if top.method("get_cache_info") else "cache_entries"
+        out.append(
+            Diagnostic(
+                "KV161",
+                Severity.BLOCKING,
+                f"The model has {what} but not the rest of the paged interface.",
+                "Finish or undo the earlier conversion; half-migrated code is not converted.",
+                top.file.span(top.node),
+            )
+        )
+    return tuple(out)
+
+
+def _best_form(program: Program, top: ClassVal, config: Mapping[str, Any]) -> tuple[Form, Run]:
+    """The input form that the code fits: the fewest impossible shapes; packed wins a tie."""
+    runs = [(form, run_model(program, top, config, "prefill", form)) for form in _FORMS]
+    return min(runs, key=lambda pair: len(pair[1].walk.problems))
+
+
+def _has_cache(module: Instance) -> bool:
+    return sum(1 for v in module.attrs.values() if isinstance(v, Tensor) and v.op == "cache") >= 2
+
+
+def _classes(instances: list[Instance]) -> list[ClassVal]:
+    out: list[ClassVal] = []
+    for inst in instances:
+        if inst.cls not in out:
+            out.append(inst.cls)
+    return out
+
+
+def _no_attention(top: ClassVal) -> Diagnostic:
+    return Diagnostic(
+        "KV162",
+        Severity.BLOCKING,
+        "No attention object that owns a K and a V cache was found.",
+        "Declare k_cache, v_cache and cache_unit in the attention class, or convert by hand.",
+        top.file.span(top.node),
+    )
+
+
+def _shape_findings(run: Run) -> list[Diagnostic]:
+    out = []
+    for problem in run.walk.problems[:3]:
+        out.append(
+            Diagnostic(
+                "KV163",
+                Severity.BLOCKING,
+                f"The shapes do not fit the framework's input here ({problem.text}).",
+                "Check the code, or convert it by hand: what is not understood is not edited.",
+                problem.frame.file.span(problem.node),
+            )
+        )
+    return out
+
+
+def _attention(
+    cls: ClassVal, mine: list[Instance], prefill: Run, decode: Run, config: Mapping[str, Any]
+) -> AttentionFacts:
+    paths = {m.path for m in mine}
+    twins = {m.path: m for m in submodules(decode.root) if m.path in paths}
+    reps: list[RepRun] = []
+    for inst in mine:
+        if any(f.self_ is inst for f in prefill.walk.frames):
+            reps.append(rep_runs(prefill, inst))
+            reps.append(rep_runs(decode, twins[inst.path]))
+    if not reps:
+        raise SeamError(_no_attention(cls))
+    seam = find_seam(reps)
+    layer_of = {id(m): i for i, m in enumerate(mine)}
+    window, doubt = find_window(mine, reps, config, layer_of)
+    if doubt is not None:
+        raise SeamError(
+            Diagnostic(
+                "KV164",
+                Severity.BLOCKING,
+                f"The sliding window of {cls.name} is not certain: {doubt}.",
+                "Keep the window of each layer in an attribute that is None for full layers.",
+                cls.file.span(cls.node),
+            )
+        )
+    entry_frame = _entry_frame(prefill, reps[0].inst)
+    entry = entry_frame.func
+    assert isinstance(entry, ast.FunctionDef)
+    stream = tuple(
+        a.arg
+        for a in [*entry.args.posonlyargs, *entry.args.args, *entry.args.kwonlyargs]
+        if isinstance(v := _start_value(entry_frame, a.arg), Tensor) and v.stream and v.rank == 3
+    )
+    return AttentionFacts(
+        cls,
+        cls.file,
+        tuple(range(len(mine))),
+        entry,
+        stream,
+        _cache_decl(cls, mine[0], prefill, seam.kv_heads_expr, seam),
+        window,
+        seam,
+        tuple(r.inst for r in reps if r.run.phase == "prefill"),
+    )
+
+
+def _start_value(frame: Frame, name: str) -> object:
+    func = frame.func
+    assert isinstance(func, ast.FunctionDef)
+    return frame.env_before.get(id(func.body[0]), frame.env).get(name)
+
+
+def _entry_frame(run: Run, inst: Instance) -> Frame:
+    for frame in run.walk.frames:
+        if frame.self_ is inst and (frame.parent is None or frame.parent.self_ is not inst):
+            return frame
+    raise AssertionError("a representative has a frame")
+
+
+def _cache_decl(cls: ClassVal, inst: Instance, run: Run, kv_heads: str, seam: object) -> CacheDecl:
+    from kvskill.analyzer.modeling.facts import Seam
+
+    assert isinstance(seam, Seam)
+    placeholders: dict[str, ast.stmt] = {}
+    for name, value in inst.attrs.items():
+        if isinstance(value, Tensor) and value.op == "cache" and name in inst.attr_nodes:
+            placeholders[name] = inst.attr_nodes[name]
+    init_self = "self"
+    found = cls.method("__init__")
+    if found is not None and found[0].args.args:
+        init_self = found[0].args.args[0].arg
+
+    def here(expr: str) -> str:
+        return expr.replace(f"{seam.self_name}.", f"{init_self}.")
+
+    return CacheDecl(
+        placeholders,
+        inst.attr_nodes.get("cache_unit"),
+        here(kv_heads),
+        here(seam.k_dim_expr),
+        here(seam.v_dim_expr),
+    )
+
+
+def _containers(frame: Frame | None) -> tuple[ClassVal | None, ClassVal | None]:
+    """(decoder layer class, model class): the objects whose methods lead to the attention."""
+    owners: list[ClassVal] = []
+    current = frame.parent if frame is not None else None
+    while current is not None:
+        if isinstance(current.self_, Instance) and (not owners or owners[-1] is not current.self_.cls):
+            owners.append(current.self_.cls)
+        current = current.parent
+    layer = owners[0] if owners else None
+    return layer, owners[1] if len(owners) > 1 else layer
