@@ -186,7 +186,7 @@ class TinyMoe2dAttention(nn.Module):
         query_states = self.q_norm(query_states.view(query_shape).contiguous())
         key_states = self.k_norm(key_states.view(key_shape).contiguous())
         cos, sin = cos_sin
-        query_states, key_states = torch_npu.npu_apply_rotary_pos_emb(query_states, key_states, cos, sin, layout="BSH")
+        query_states, key_states = torch_npu.npu_apply_rotary_pos_emb(query_states, key_states, cos, sin, layout="BSND")
         query_states = query_states.view(bsz, q_len, -1)
         key_states = key_states.view(bsz, q_len, -1)
 
