@@ -148,9 +148,7 @@ class Evaluator:
         self._block(init.body, env, attrs, lines)
         self.parents = outer
 
-    def _block(
-        self, body: list[ast.stmt], env: dict[str, Any], attrs: dict[str, Any], lines: dict[str, int]
-    ) -> Any:
+    def _block(self, body: list[ast.stmt], env: dict[str, Any], attrs: dict[str, Any], lines: dict[str, int]) -> Any:
         """Run statements; the value of a `return`, else _RUNNING."""
         for stmt in body:
             self._tick()
@@ -232,11 +230,7 @@ class Evaluator:
     ) -> None:
         if isinstance(target, ast.Name):
             env[target.id] = value
-        elif (
-            isinstance(target, ast.Attribute)
-            and isinstance(target.value, ast.Name)
-            and target.value.id == "self"
-        ):
+        elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
             attrs[target.attr] = value
             lines[target.attr] = target.lineno
         elif isinstance(target, ast.Subscript):
@@ -317,9 +311,7 @@ class Evaluator:
         value = self.expr(node.operand, env, attrs)
         if value is UNKNOWN:
             return UNKNOWN
-        return (
-            not value if isinstance(node.op, ast.Not) else -value if isinstance(node.op, ast.USub) else +value
-        )
+        return not value if isinstance(node.op, ast.Not) else -value if isinstance(node.op, ast.USub) else +value
 
     def _x_boolop(self, node: ast.BoolOp, env: dict[str, Any], attrs: dict[str, Any]) -> Any:
         value: Any = UNKNOWN
@@ -456,9 +448,7 @@ class Evaluator:
                 return {"list": [], "dict": {}}.get(ast.unparse(keyword.value), UNKNOWN)
         return UNKNOWN
 
-    def _method(
-        self, func: ast.Attribute, args: list[Any], env: dict[str, Any], attrs: dict[str, Any]
-    ) -> Any:
+    def _method(self, func: ast.Attribute, args: list[Any], env: dict[str, Any], attrs: dict[str, Any]) -> Any:
         owner = self.expr(func.value, env, attrs)
         if isinstance(owner, dict) and func.attr in ("get", "pop") and args and args[0] is not UNKNOWN:
             default = args[1] if len(args) > 1 else None

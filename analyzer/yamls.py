@@ -104,9 +104,7 @@ class YamlFacts:
         return Span(self.shown)
 
 
-def read_yamls(
-    model_dir: Path, shown_root: Path, defaults: Mapping[str, Any] | None = None
-) -> tuple[YamlFacts, ...]:
+def read_yamls(model_dir: Path, shown_root: Path, defaults: Mapping[str, Any] | None = None) -> tuple[YamlFacts, ...]:
     """Every YAML file below `config/` and in the model folder itself, in path order.
 
     `defaults` are the target's own dataclass defaults (`scheduler_config.block_size` -> 128). Links that
@@ -127,9 +125,7 @@ def read_yaml_file(path: Path, shown: str, defaults: Mapping[str, Any] | None = 
     none = RunSettings()
     try:
         if path.stat().st_size > _MAX_BYTES:
-            return YamlFacts(
-                path, shown, "other", none, findings=(_broken(shown, 1, "it is larger than 1 MB"),)
-            )
+            return YamlFacts(path, shown, "other", none, findings=(_broken(shown, 1, "it is larger than 1 MB"),))
         text = path.read_text(encoding="utf-8-sig")
         loader = _LOADER(text)
         try:

@@ -72,14 +72,10 @@ def read_formulas(tree: SourceTree | None, *, partitions: bool) -> Formulas:
 def evaluate(expression: str, run: RunSettings) -> int:
     """The value of a length expression; whole numbers, + - * // and the names of the table only."""
     symbols = load_yaml("memory_formulas.yaml")["symbols"]
-    return _value(
-        ast.parse(expression, mode="eval").body, {k: int(getattr(run, v)) for k, v in symbols.items()}
-    )
+    return _value(ast.parse(expression, mode="eval").body, {k: int(getattr(run, v)) for k, v in symbols.items()})
 
 
-def block_num(
-    attn_type: str, run: RunSettings, *, total_len: int, window: int | None, partitions: bool
-) -> int:
+def block_num(attn_type: str, run: RunSettings, *, total_len: int, window: int | None, partitions: bool) -> int:
     """Blocks of one pool on one rank, null block included. Raises ValueError for an unknown attn_type."""
     batch, size = run.batch_per_rank, run.block_size
     if attn_type == "SlidingWindow":

@@ -84,18 +84,14 @@ def parse_what_if(text: str, run: RunSettings) -> RunSettings:
     return new
 
 
-def plan_memory(
-    caches: Sequence[CacheGeometry], run: RunSettings, formulas: Formulas, yaml: str | None
-) -> MemoryPlan:
+def plan_memory(caches: Sequence[CacheGeometry], run: RunSettings, formulas: Formulas, yaml: str | None) -> MemoryPlan:
     """The plan of one run. Raises ValueError for geometry that the framework itself rejects."""
     total = formulas.total(run)
     live = [c for c in caches if run.next_n > 0 or not c.mtp]
     blocks: dict[str, int] = {}
     paged = padding = 0
     for cache in live:
-        count = block_num(
-            cache.attn_type, run, total_len=total, window=cache.window, partitions=formulas.partitions
-        )
+        count = block_num(cache.attn_type, run, total_len=total, window=cache.window, partitions=formulas.partitions)
         if blocks.setdefault(cache.group_key, count) != count:
             raise ValueError(f"caches of group {cache.group_key} need different block numbers")
         one = count * (cache.shape or run.block_size * cache.token_elems(run.attn_tp_size)) * cache.itemsize

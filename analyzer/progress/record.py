@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -40,7 +40,7 @@ class Record:
 def record_decisions(
     path: Path,
     shown: str,
-    rows: dict[Literal["zh", "en"], Sequence[Row]],
+    rows: Mapping[Literal["zh", "en"], Sequence[Row]],
     *,
     root: Path,
     dry_run: bool = False,

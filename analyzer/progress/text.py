@@ -79,11 +79,7 @@ class ProgressText:
         """Line numbers of a fence that wraps the whole file (as pasted from a chat), so that its inside is
         read.
         """
-        fences = [
-            (n, m)
-            for n, line in enumerate(self.text.splitlines(), 1)
-            if (m := _FENCE.match(line)) is not None
-        ]
+        fences = [(n, m) for n, line in enumerate(self.text.splitlines(), 1) if (m := _FENCE.match(line)) is not None]
         if not fences:
             return frozenset()
         first, opening = fences[0]

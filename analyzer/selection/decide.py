@@ -117,9 +117,7 @@ def _kv_mode(
     grounds = list(found)
     grounds.extend(code_grounds(given.code, given.facts))
     grounds.extend(geometry_grounds(given.facts, rejected, given.facts.shown) if mode == "paged" else ())
-    grounds.extend(
-        target_grounds(given.facts, given.profile, groups, sinks=sinks, standalone=given.standalone)
-    )
+    grounds.extend(target_grounds(given.facts, given.profile, groups, sinks=sinks, standalone=given.standalone))
     if no_sinks is not None:
         grounds.append(no_sinks)
     wanted = given.overrides.kv_mode
@@ -137,9 +135,7 @@ def _kv_mode(
             first = replace(grounds[0], finding=_overruled(grounds[0]))
             grounds[0] = first
         evidence = (*(g.evidence for g in grounds), because("S13-keep-legacy"), because("S13-offline-only"))
-        return Decision[KvMode](value="legacy", source=grounds[0].evidence.kind, evidence=evidence), tuple(
-            grounds
-        )
+        return Decision[KvMode](value="legacy", source=grounds[0].evidence.kind, evidence=evidence), tuple(grounds)
     source = "override" if wanted == "paged" else "rule"
     return Decision[KvMode](value="paged", source=source, evidence=(because("S13-paged"),)), ()
 
@@ -238,6 +234,18 @@ def _block_size(given: SelectionInput, findings: list[Diagnostic]) -> Decision[i
             source="default",
             evidence=(where, because("S27-block-size")),
         )
+    for y in given.yamls:
+        if decided.source == "override" and "block_size" in y.settings.given:
+            if y.settings.block_size != decided.value:
+                findings.append(
+                    Diagnostic(
+                        "KV086",
+                        Severity.WARNING,
+                        f"overrides.block_size is {decided.value}, but {y.shown} runs with {y.settings.block_size}.",
+                        "The file's value counts at run time; make them equal.",
+                        y.setting_span("block_size"),
+                    )
+                )
     limits = limits_for(given.profile.torch_npu)
     step, most = limits["block_multiple"], limits["block_max"]
     if decided.value % step or decided.value > most or decided.value < 1:
@@ -259,9 +267,7 @@ def _disagreements(given: SelectionInput) -> list[Diagnostic]:
     if code is None:
         return []
     out = []
-    if code.attention_kind is not None and (code.attention_kind.value == "MLA") != (
-        facts.attention_kind == "MLA"
-    ):
+    if code.attention_kind is not None and (code.attention_kind.value == "MLA") != (facts.attention_kind == "MLA"):
         out.append(
             Diagnostic(
                 "KV087",

@@ -57,9 +57,7 @@ def prompt_mode(text: str) -> Mode | None:
     """The mode that a dispatch prompt names; None when it names none. Raises InputError KV024 when it names
     both.
     """
-    said = {
-        _WORDS[next(w for w in _WORDS if m.group(1).lower().startswith(w))] for m in _PROMPT.finditer(text)
-    }
+    said = {_WORDS[next(w for w in _WORDS if m.group(1).lower().startswith(w))] for m in _PROMPT.finditer(text)}
     if len(said) > 1:
         raise InputError(
             Diagnostic(
@@ -95,9 +93,7 @@ def find_runners(model_dir: Path, shown_root: Path) -> tuple[RunnerClass, ...]:
                 imported.update({(a.asname or a.name): a.name for a in stmt.names})
             elif isinstance(stmt, ast.ClassDef):
                 bases = [_qualified(b, imported) for b in stmt.bases]
-                derived[stmt.name] = any(
-                    b.startswith(FRAMEWORK_PACKAGE) or derived.get(b, False) for b in bases
-                )
+                derived[stmt.name] = any(b.startswith(FRAMEWORK_PACKAGE) or derived.get(b, False) for b in bases)
                 found.append(RunnerClass(stmt.name, tuple(bases), derived[stmt.name], source.span(stmt)))
     return tuple(found)
 
@@ -121,17 +117,13 @@ def decide_deployment(
     if override:
         said.append(("override", override, Evidence(kind="override", ref="overrides.deployment")))
     if progress is not None and progress.deployment is not None:
-        where = (
-            f"{progress.shown}:{progress.deployment_at.line}" if progress.deployment_at else progress.shown
-        )
+        where = f"{progress.shown}:{progress.deployment_at.line}" if progress.deployment_at else progress.shown
         said.append(("progress", progress.deployment, Evidence(kind="progress", ref=where)))
     checked, evidence, certain = _self_check(registered, runners, registry_form)
     findings = list(_both_registered_and_runner(registered, runners))
     if not said:
         findings.extend(progress.findings if progress is not None else ())
-        return Deployment(
-            Decision(value=checked, source=evidence.kind, evidence=(evidence,)), tuple(findings)
-        )
+        return Deployment(Decision(value=checked, source=evidence.kind, evidence=(evidence,)), tuple(findings))
     source, mode, first = said[0]
     for _, other, there in said[1:]:
         if other != mode:
@@ -198,9 +190,7 @@ def _contradiction(mode: Mode, first: Evidence, other: Mode, where: Evidence) ->
 def _softened(findings: Sequence[Diagnostic]) -> list[Diagnostic]:
     """A contradiction inside progress.md no longer blocks when a stronger source has spoken."""
     return [
-        Diagnostic(f.code, Severity.WARNING, f.fact, f.todo, f.span, f.data)
-        if f.severity is Severity.BLOCKING
-        else f
+        Diagnostic(f.code, Severity.WARNING, f.fact, f.todo, f.span, f.data) if f.severity is Severity.BLOCKING else f
         for f in findings
     ]
 

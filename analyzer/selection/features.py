@@ -54,9 +54,7 @@ def find_features(
         if not on and not code:
             continue
         decided = bool(on) or ("names" in row["decides"] and bool(code) and not _all_off(row, yamls))
-        out.append(
-            Feature(name, row["title"], decided, tuple(on or code), _finding(row, decided, (on or code)[0]))
-        )
+        out.append(Feature(name, row["title"], decided, tuple(on or code), _finding(row, decided, (on or code)[0])))
     return tuple(out)
 
 
@@ -68,9 +66,7 @@ def _finding(row: dict[str, Any], on: bool, span: Span) -> Diagnostic:
         else "Nothing to do for the plain path; its branches are not converted."
     )
     severity = Severity.WARNING if on else Severity.NOTE
-    return Diagnostic(
-        row["code"], severity, f"{row['title'][0].upper()}{row['title'][1:]} {state}.", todo, span
-    )
+    return Diagnostic(row["code"], severity, f"{row['title'][0].upper()}{row['title'][1:]} {state}.", todo, span)
 
 
 def _yaml_hits(row: dict[str, Any], yamls: Sequence[YamlFacts]) -> Iterator[Span]:

@@ -58,16 +58,12 @@ def code_grounds(code: CodeView | None, facts: ConfigFacts | None) -> tuple[Grou
     for name, seen in (code.grounds if code is not None else {}).items():
         number, verb = _IN_CODE[name]
         text = f"the attention {verb} ({seen.value}) at {seen.span}"
-        finding = Diagnostic(
-            number, Severity.WARNING, f"The attention {verb}: {seen.value}.", _TODO, seen.span
-        )
+        finding = Diagnostic(number, Severity.WARNING, f"The attention {verb}: {seen.value}.", _TODO, seen.span)
         out.append(Ground(text, Evidence(kind="code", ref=str(seen.span), note=seen.value), finding))
     return tuple(out)
 
 
-def geometry_grounds(
-    facts: ConfigFacts, rejected: Sequence[tuple[Group, str]], shown: str
-) -> tuple[Ground, ...]:
+def geometry_grounds(facts: ConfigFacts, rejected: Sequence[tuple[Group, str]], shown: str) -> tuple[Ground, ...]:
     """Head geometry that no layout of the operator takes."""
     out = []
     for group, why in rejected:
@@ -110,14 +106,8 @@ def target_grounds(
         )
     for kind in sorted({g.attn_type for g in groups} - set(profile.attn_types)):
         if profile.paged:
-            out.append(
-                _target("KV077", f"the target has no manager for {kind}", "Update the target repository.")
-            )
-    if (
-        any(g.manager_key for g in groups)
-        and "manager_key" not in profile.cache_entry_fields
-        and profile.paged
-    ):
+            out.append(_target("KV077", f"the target has no manager for {kind}", "Update the target repository."))
+    if any(g.manager_key for g in groups) and "manager_key" not in profile.cache_entry_fields and profile.paged:
         out.append(
             _target(
                 "KV077",

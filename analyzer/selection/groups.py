@@ -144,9 +144,7 @@ def geometries(
     if groups and mtp_layers:
         full = [g for g in groups if g.attn_type == "FullAttention"] or list(groups)
         last = full[-1]
-        out.extend(
-            _geometry(c, last, last.manager_key or last.attn_type, mtp_layers, mtp=True) for c in last.caches
-        )
+        out.extend(_geometry(c, last, last.manager_key or last.attn_type, mtp_layers, mtp=True) for c in last.caches)
     return (*out, *extra)
 
 

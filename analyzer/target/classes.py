@@ -196,13 +196,9 @@ class SourceTree:
                 fields.update({f.name: f for f in parent.fields})
         fields.update({f.name: f for f in _own_fields(file, node)})
         methods = tuple(
-            s.name
-            for s in module_statements(node.body)
-            if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef))
+            s.name for s in module_statements(node.body) if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef))
         )
-        return ClassFact(
-            node.name, module, tuple(fields.values()), methods, tuple(bases), file.span(node), file, node
-        )
+        return ClassFact(node.name, module, tuple(fields.values()), methods, tuple(bases), file.span(node), file, node)
 
 
 def _own_fields(file: SourceFile, node: ast.ClassDef) -> list[FieldFact]:
@@ -224,8 +220,7 @@ def _own_fields(file: SourceFile, node: ast.ClassDef) -> list[FieldFact]:
 def _not_in_init(value: ast.expr | None) -> bool:
     """`field(init=False)` is not a constructor argument."""
     return isinstance(value, ast.Call) and any(
-        k.arg == "init" and isinstance(k.value, ast.Constant) and k.value.value is False
-        for k in value.keywords
+        k.arg == "init" and isinstance(k.value, ast.Constant) and k.value.value is False for k in value.keywords
     )
 
 

@@ -87,9 +87,7 @@ def probe_operators(
         named = _span_text(releases)
         verb = "registered" if fa2 else "not registered"
         reason = f"{FA_V2} is {verb} by torch_npu {named} ({_source_text(source)})"
-        return OperatorFacts(
-            releases, source, operators, 2 if fa2 else 1, reason, tuple(evidence), tuple(findings)
-        )
+        return OperatorFacts(releases, source, operators, 2 if fa2 else 1, reason, tuple(evidence), tuple(findings))
     return _undecided(repo, model_dir, shown_root, mentions, source, releases, operators, evidence)
 
 
@@ -151,9 +149,7 @@ def _assume_newest(repo: Path | None, model_dir: Path | None, shown_root: Path |
     return OperatorFacts((), "assumed", operators, 2, f"torch_npu {newest} assumed", evidence, (note,))
 
 
-def _first_source(
-    option: str | None, mentions: list[Mention], use_installed: bool
-) -> tuple[str, list[Mention]]:
+def _first_source(option: str | None, mentions: list[Mention], use_installed: bool) -> tuple[str, list[Mention]]:
     if option is not None:
         return "option", [_option(option)]
     installed = _installed() if use_installed else []
@@ -188,7 +184,7 @@ def _option(text: str) -> Mention:
     releases = select(specifier)
     if not releases and text[:1] in "0123456789":
         releases = (text,)
-        if has_operator(text, FA_V1) is None:
+        if has_operator(text, FA_V1) is None:  # older than the table, or another numbering
             raise InputError(
                 Diagnostic(
                     "KV060",
@@ -234,9 +230,7 @@ def _operators(releases: tuple[str, ...]) -> dict[str, bool | None]:
     return out
 
 
-def _document_mentions(
-    repo: Path | None, model_dir: Path | None, shown_root: Path | None
-) -> Iterator[Mention]:
+def _document_mentions(repo: Path | None, model_dir: Path | None, shown_root: Path | None) -> Iterator[Mention]:
     """Pins and documents of the model folder; those of the repository root only where the model's are
     silent.
     """
@@ -294,9 +288,7 @@ def _python_files(repo: Path | None, model_dir: Path | None) -> Iterator[Path]:
                 yield path
 
 
-def _contradictions(
-    source: str, fa2: bool, mentions: list[Mention], shown_root: Path | None
-) -> Iterator[Diagnostic]:
+def _contradictions(source: str, fa2: bool, mentions: list[Mention], shown_root: Path | None) -> Iterator[Diagnostic]:
     """What is installed here may not be what the documents ask for; say so where the answer would change."""
     if source not in ("installed", "option"):
         return

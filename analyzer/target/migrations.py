@@ -101,9 +101,7 @@ def yaml_migrations(keys: Iterable[str], profile: TargetProfile) -> dict[str, st
     moves = dict(table["runner_yaml"])
     moves.update({r["old"]: r["new"] for r in table["renamed"]})
     return {
-        k: moves[k]
-        for k in sorted(set(keys))
-        if k in moves and not _exists(k, profile) and _exists(moves[k], profile)
+        k: moves[k] for k in sorted(set(keys)) if k in moves and not _exists(k, profile) and _exists(moves[k], profile)
     }
 
 

@@ -37,6 +37,8 @@ class ProbeResult:
     registry: Registry = field(default_factory=Registry)
     operators: OperatorFacts | None = None
     classes: dict[str, ClassFact] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)  # "scheduler_config.block_size" -> 128
+    tree: SourceTree | None = None
 
 
 def probe_target(repo: Path, *, torch_npu: str | None) -> TargetProfile:
@@ -78,7 +80,15 @@ def probe(
     profile = _profile(tree, spec, classes, registry, findings)
     if tree.broken:
         raise InputError(_broken(exc) for exc in tree.broken)
-    return ProbeResult(_with_operators(profile, operators), tuple(findings), registry, operators, classes)
+    return ProbeResult(
+        _with_operators(profile, operators),
+        tuple(findings),
+        registry,
+        operators,
+        classes,
+        _defaults(tree, classes.get("inference_config")),
+        tree,
+    )
 
 
 def _classes(tree: SourceTree, names: dict[str, str], findings: list[Diagnostic]) -> dict[str, ClassFact]:
@@ -125,6 +135,7 @@ def _profile(
     cache_files = _cache_files(tree, classes, markers)
     zeroed = _zeroes_caches(cache_files, markers)
     types = _literal_keys(tree, markers["attn_type_map"])
+    block = _defaults(tree, classes.get("inference_config")).get("scheduler_config.block_size")
     return TargetProfile(
         found=True,
         root=".",
@@ -134,7 +145,7 @@ def _profile(
         layer_cache_info_fields=_names(classes.get("layer_cache_info")),
         model_cache_info_fields=_names(info),
         forward_metadata_fields=_names(metadata),
-        config_fields=_config_fields(tree, classes.get("inference_config"), spec),
+        config_fields=_config_fields(tree, classes.get("inference_config")),
         cache_info_module=None if entry is None else entry.module,
         forward_metadata_module=None if metadata is None else metadata.module,
         registers_groups=groups is None or markers["group_registration"] in groups.methods,
@@ -144,7 +155,7 @@ def _profile(
         fixed_block_types=_literal_keys(tree, markers["fixed_block_types"]),
         mamba_cache_entry="mamba_entry" in classes,
         null_block_zeroed=zeroed,
-        default_block_size=_default_int(tree, "scheduler_config", "block_size", classes, spec),
+        default_block_size=int(block if isinstance(block, int) else spec["newest"]["default_block_size"]),
         notes=tuple(notes),
     )
 
@@ -163,9 +174,7 @@ def _with_operators(profile: TargetProfile, operators: OperatorFacts) -> TargetP
     )
 
 
-def _block_size_side(
-    entry: ClassFact | None, info: ClassFact | None
-) -> tuple[Literal["model", "entry"], bool]:
+def _block_size_side(entry: ClassFact | None, info: ClassFact | None) -> tuple[Literal["model", "entry"], bool]:
     """Who carries block_size; (side, True) when neither class has the field."""
     if info is not None and "block_size" in info.field_names:
         return "model", False
@@ -186,9 +195,7 @@ def _names(fact: ClassFact | None) -> tuple[str, ...]:
     return () if fact is None else fact.field_names
 
 
-def _config_fields(
-    tree: SourceTree, config: ClassFact | None, spec: dict[str, Any]
-) -> dict[str, tuple[str, ...]]:
+def _config_fields(tree: SourceTree, config: ClassFact | None) -> dict[str, tuple[str, ...]]:
     """Section attribute -> field names, from the classes that the configuration object's annotations name."""
     if config is None:
         return {}
@@ -197,6 +204,19 @@ def _config_fields(
         section = _section_class(tree, config, part.annotation)
         if section is not None:
             out[part.name] = section.field_names
+    return out
+
+
+def _defaults(tree: SourceTree, config: ClassFact | None) -> dict[str, Any]:
+    """Literal defaults of the configuration dataclasses, by path."""
+    out: dict[str, Any] = {}
+    for part in config.fields if config is not None else ():
+        section = _section_class(tree, config, part.annotation) if config is not None else None
+        for item in section.fields if section is not None else ():
+            try:
+                out[f"{part.name}.{item.name}"] = ast.literal_eval(item.default or "")
+            except (ValueError, SyntaxError):
+                continue
     return out
 
 
@@ -213,19 +233,6 @@ def _section_class(tree: SourceTree, config: ClassFact, annotation: str) -> Clas
     return None
 
 
-def _default_int(
-    tree: SourceTree, section: str, name: str, classes: dict[str, ClassFact], spec: dict[str, Any]
-) -> int:
-    config = classes.get("inference_config")
-    for part in config.fields if config else ():
-        if part.name == section and config is not None:
-            fact = _section_class(tree, config, part.annotation)
-            for item in fact.fields if fact else ():
-                if item.name == name and (item.default or "").isdigit():
-                    return int(item.default or 0)
-    return int(spec["newest"]["default_block_size"])
-
-
 def _group_class(tree: SourceTree, markers: dict[str, Any]) -> ClassFact | None:
     """The class that hands out groups: the one with a `get_group` method; one that registers too wins."""
     hits = []
@@ -239,9 +246,7 @@ def _group_class(tree: SourceTree, markers: dict[str, Any]) -> ClassFact | None:
     return hits[0] if hits else None
 
 
-def _cache_files(
-    tree: SourceTree, classes: dict[str, ClassFact], markers: dict[str, Any]
-) -> tuple[SourceFile, ...]:
+def _cache_files(tree: SourceTree, classes: dict[str, ClassFact], markers: dict[str, Any]) -> tuple[SourceFile, ...]:
     """Files that hand tensors to entries."""
     return tuple(tree.containing(rf"\.{markers['tensor_setter']}\s*\(")) if "cache_entry" in classes else ()
 

@@ -43,7 +43,7 @@ _PROSE_NPU = re.compile(
     re.IGNORECASE,
 )
 _PROSE_TORCH = re.compile(
-    rf"(?<!for )(?<![\w-])(?:PyTorch|torch)(?![_-]npu)[^0-9\n。.；;，,]{{0,12}}?\bv?({_VERSION})",
+    rf"(?<!for )(?<![\w-])(?:PyTorch|torch)(?![A-Za-z_-])[^0-9\n。.；;，,]{{0,12}}?\bv?({_VERSION})",
     re.IGNORECASE,
 )
 Kind = Literal["option", "installed", "pin", "wheel", "prose"]
@@ -96,16 +96,18 @@ def has_operator(release: str, operator: str) -> bool | None:
     above = [r for r in line if version_key(r) > key]
     before = has_operator(below[-1], operator) if below else None
     after = has_operator(above[0], operator) if above else None
-    if before or before == after:
+    if before or (before is not None and before == after):
         return before
-    if not line and key > version_key(known_releases()[-1]):
+    newest = version_key(known_releases()[-1])
+    if not line and key > newest and key[0][0] == newest[0][0]:
         return True if has_operator(known_releases()[-1], operator) else None
     return None
 
 
 def select(specifier: str) -> tuple[str, ...]:
     """Known releases that a requirement specifier of torch_npu allows (`==2.6.0` means that release only)."""
-    return tuple(r for r in known_releases() if all(_allows(r, *s) for s in _ONE_SPEC.findall(specifier)))
+    parts = _ONE_SPEC.findall(specifier)
+    return tuple(r for r in known_releases() if parts and all(_allows(r, *s) for s in parts))
 
 
 def _allows(release: str, op: str, wanted: str, star: str) -> bool:

@@ -28,6 +28,7 @@ __all__ = [
     "Overrides",
     "TargetProfile",
     "load_manifest",
+    "load_overrides",
     "dump_manifest",
 ]
 
@@ -278,3 +279,29 @@ def load_manifest(path: Path, shown: str | None = None) -> Manifest:
             f"The manifest field `{where}` is wrong ({first['msg']}).",
             "Correct `overrides:` or delete the file and run `kvskill analyze` again.",
         ) from None
+
+
+def load_overrides(path: Path, shown: str | None = None) -> Overrides:
+    """The `overrides:` of a manifest of any tool version; nothing else is read.
+
+    Raises InputError: KV010 unreadable, KV011 not YAML, KV012 a wrong override (re-analysis would lose it).
+    """
+    shown = shown or path.name
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as exc:
+        fact, todo = f"The manifest cannot be read ({exc}).", "Repair or delete it."
+        raise InputError(Diagnostic("KV010", Severity.ERROR, fact, todo, Span(shown))) from None
+    except yaml.YAMLError as exc:
+        line = getattr(getattr(exc, "problem_mark", None), "line", 0) + 1
+        fact = f"The manifest is not valid YAML ({getattr(exc, 'problem', None) or 'syntax'})."
+        todo = "Repair it: its overrides would be lost. Or delete it."
+        raise InputError(Diagnostic("KV011", Severity.ERROR, fact, todo, Span(shown, line))) from None
+    try:
+        return Overrides.model_validate((data.get("overrides") or {}) if isinstance(data, dict) else {})
+    except ValidationError as exc:
+        first = exc.errors()[0]
+        where = ".".join(str(p) for p in first["loc"])
+        fact = f"The override `{where}` is wrong ({first['msg']})."
+        todo = f"Known overrides: {', '.join(Overrides.model_fields)}."
+        raise InputError(Diagnostic("KV012", Severity.ERROR, fact, todo, Span(shown))) from None
