@@ -226,3 +226,29 @@ def test_random_cases(fa, drawn):
     )  # fmt: skip
     d = fa.data(case)
     close(fa.attend(case, d)[0], fa.expected(case, d)[0])
+
+
+def test_older_operators_and_out_overloads(fa, call):
+    """npu_prompt_flash_attention, npu_incre_flash_attention and .out are the same arithmetic."""
+    case = fa.Case((3, 3), (3, 3), layout="BNSD", mode=3)
+    d = fa.data(case)
+    wanted = fa.expected(case, d)[0]
+    args = fa.arguments(case, d, 1)
+    q, k, v = (args[n] for n in ("query", "key", "value"))
+    out = call("npu_prompt_flash_attention", q, k, v, num_heads=4, num_key_value_heads=2, scale_value=case.scale,
+               input_layout="BNSD", sparse_mode=3, atten_mask=fa.triangle())  # fmt: skip
+    close(fa.unpack(out, case), wanted)
+    for version in (1, 2):
+        args = fa.arguments(case, d, version)
+        q, k, v = (args.pop(n) for n in ("query", "key", "value"))
+        outs = [torch.zeros(2, 4, 3, 8, dtype=torch.float64), torch.zeros(1)]
+        op = "npu_fused_infer_attention_score" + ("_v2" if version == 2 else "")
+        call(op + ".out", q, k, v, out=outs, **args)
+        close(fa.unpack(outs[0], case), wanted)
+    one = fa.Case((1, 1), (4, 7), layout="BSH", mode=0, pages=3)
+    d = fa.data(one)
+    args = fa.arguments(one, d, 1)
+    out = call("npu_incre_flash_attention", args["query"], args["key"], args["value"], num_heads=4,
+               num_key_value_heads=2, scale_value=one.scale, actual_seq_lengths=[4, 7], block_size=4,
+               block_table=args["block_table"])  # fmt: skip
+    close(fa.unpack(out, one), fa.expected(one, d)[0])

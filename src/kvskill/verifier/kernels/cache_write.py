@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from kvskill.verifier.kernels.errors import UnmodelledCall
 from kvskill.verifier.kernels.registry import kernel
 
 __all__ = ["write_slots"]
@@ -108,4 +109,40 @@ def scatter_pa_kv_cache_functional(
     """The same on copies of the caches."""
     new_key, new_value = key_cache.clone(), value_cache.clone()
     scatter_pa_kv_cache(key, value, new_key, new_value, slot_mapping, cache_mode)
+    return new_key, new_value
+
+
+@kernel("npu_gather_pa_kv_cache")
+def gather_pa_kv_cache(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> None:
+    """Caches [num_blocks, block_size, N, D] gathered into key, value [T, N, D], sequence after sequence."""
+    size = key_cache.shape[1]
+    for cache, out in ((key_cache, key), (value_cache, value)):
+        if tuple(cache.shape[2:]) != tuple(out.shape[1:]):
+            raise UnmodelledCall("npu_gather_pa_kv_cache", f"a cache of shape {tuple(cache.shape)}")
+        row = 0
+        for b, length in enumerate(seq_lens.tolist()):
+            for p in range(length):
+                out[row] = cache[int(block_tables[b, p // size]), p % size]
+                row += 1
+
+
+@kernel("npu_gather_pa_kv_cache_functional")
+def gather_pa_kv_cache_functional(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same into copies."""
+    new_key, new_value = key.clone(), value.clone()
+    gather_pa_kv_cache(key_cache, value_cache, block_tables, seq_lens, new_key, new_value)
     return new_key, new_value

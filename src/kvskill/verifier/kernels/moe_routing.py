@@ -165,3 +165,25 @@ def re_routing(
     if per_token_scales is not None:
         scales = per_token_scales[order]
     return tokens[order], scales, index.to(torch.int32), counts.sum(dim=0)
+
+
+@kernel("npu_moe_token_permute")
+def token_permute(
+    tokens: torch.Tensor, indices: torch.Tensor, num_out_tokens: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> (rows sorted by expert, place int32): rows[place[i]] = tokens[i // k]; the first num_out_tokens rows."""
+    k = indices.shape[1] if indices.dim() == 2 else 1
+    order = indices.flatten().sort(stable=True).indices
+    rows = tokens[order // k]
+    return rows[: num_out_tokens or None], order.argsort().to(torch.int32)
+
+
+@kernel("npu_moe_token_unpermute")
+def token_unpermute(
+    permuted_tokens: torch.Tensor, sorted_indices: torch.Tensor, probs: torch.Tensor | None = None
+) -> torch.Tensor:
+    """out[t] = sum_j probs[t, j] * permuted_tokens[sorted_indices[t * k + j]]; k = 1 without probs."""
+    rows = up(permuted_tokens)[sorted_indices.long()]
+    if probs is not None:
+        rows = (rows * up(probs, rows.dtype).reshape(-1, 1)).unflatten(0, tuple(probs.shape)).sum(dim=1)
+    return rows.to(permuted_tokens.dtype)

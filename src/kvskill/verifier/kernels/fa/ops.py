@@ -102,3 +102,60 @@ def fused_infer_attention_score_v2(
 ) -> _Out:  # fmt: skip
     """Version 2 (from release train 7.2.0 on), with the learnable sink."""
     return fused_attention(fa_call(_V2, locals()))
+
+
+def _fill(out: list[torch.Tensor], results: _Out) -> _Out:
+    """Write results into the given outputs, as the `.out` overloads do."""
+    for target, result in zip(out, results, strict=True):
+        if target.shape == result.shape:
+            target.copy_(result)
+        elif result.numel():
+            raise RuntimeError(f"out has shape {tuple(target.shape)}, the result {tuple(result.shape)}")
+    return out[0], out[1]
+
+
+@kernel(_V1 + ".out", neutral=("workspace",))
+def fused_infer_attention_score_out(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pse_shift: Any, atten_mask: Any,
+    actual_seq_lengths: Any, actual_seq_lengths_kv: Any, block_table: Any, num_heads: int, scale: float,
+    pre_tokens: int, next_tokens: int, input_layout: str, num_key_value_heads: int, sparse_mode: int,
+    inner_precise: int, block_size: int, softmax_lse_flag: bool, out: list[torch.Tensor],
+    query_rope: Any = None, key_rope: Any = None,
+) -> _Out:  # fmt: skip
+    """Version 1 into given tensors [attention_out, softmax_lse]."""
+    return _fill(out, fused_attention(fa_call(_V1, locals())))
+
+
+@kernel(_V2 + ".out", neutral=("workspace",))
+def fused_infer_attention_score_v2_out(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_rope: Any, key_rope: Any, pse_shift: Any,
+    atten_mask: Any, actual_seq_qlen: Any, actual_seq_kvlen: Any, block_table: Any, learnable_sink: Any,
+    num_query_heads: int, num_key_value_heads: int, softmax_scale: float, pre_tokens: int, next_tokens: int,
+    input_layout: str, sparse_mode: int, block_size: int, inner_precise: int, return_softmax_lse: bool,
+    out: list[torch.Tensor],
+) -> _Out:  # fmt: skip
+    """Version 2 into given tensors [attention_out, softmax_lse]."""
+    return _fill(out, fused_attention(fa_call(_V2, locals())))
+
+
+@kernel("npu_prompt_flash_attention")
+def prompt_flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, atten_mask: Any, pse_shift: Any,
+    actual_seq_lengths: Any, num_heads: int, scale_value: float, pre_tokens: int, next_tokens: int,
+    input_layout: str, num_key_value_heads: int, actual_seq_lengths_kv: Any, sparse_mode: int,
+) -> torch.Tensor:  # fmt: skip
+    """The older prefill operator: the same modes and masks, no pages, attention_out only."""
+    given = {**locals(), "scale": scale_value}
+    return fused_attention(fa_call("npu_prompt_flash_attention", given))[0]
+
+
+@kernel("npu_incre_flash_attention", neutral=("inner_precise",))
+def incre_flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, atten_mask: Any, pse_shift: Any,
+    actual_seq_lengths: Any, block_table: Any, num_heads: int, scale_value: float, input_layout: str,
+    num_key_value_heads: int, block_size: int,
+) -> torch.Tensor:  # fmt: skip
+    """The older decode operator, one query token: `actual_seq_lengths` are the key lengths."""
+    given = {**locals(), "scale": scale_value, "actual_seq_lengths_kv": actual_seq_lengths}
+    given["actual_seq_lengths"] = None
+    return fused_attention(fa_call("npu_incre_flash_attention", given))[0]
