@@ -21,30 +21,19 @@ from kvskill.verifier.kernels.rules.engine import check_call
 __all__ = ["bind", "implementation", "missing"]
 
 
-def bind(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Every schema argument by name, defaults filled in. `schema` is a torch FunctionSchema."""
-    bound: dict[str, Any] = {}
-    values = iter(args)
-    for argument in schema.arguments:
-        if argument.name in kwargs:
-            bound[argument.name] = kwargs[argument.name]
-        elif not argument.kwarg_only and (given := next(values, _UNSET)) is not _UNSET:
-            bound[argument.name] = given
-        else:
-            bound[argument.name] = argument.default_value
-    return bound
-
-
-_UNSET = object()
+def bind(names: tuple[str, ...], defaults: dict[str, Any], args: tuple[Any, ...], kwargs: Any) -> dict[str, Any]:
+    """Every argument of a schema by name, defaults filled in. `names` are those that may be positional."""
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
 def implementation(schema: Any, kernel: Kernel) -> Callable[..., Any]:
     """The function to register for `schema`: rules, then the kernel, with a record of the call."""
     defaults = {a.name: a.default_value for a in schema.arguments}
+    names = tuple(a.name for a in schema.arguments if not a.kwarg_only)
     op = kernel.op
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        bound = bind(schema, args, kwargs)
+        bound = bind(names, defaults, args, kwargs)
         record = CallRecord(op, {k: fact_of(v) for k, v in bound.items()}) if active() else None
         if record is not None:
             note_call(record)

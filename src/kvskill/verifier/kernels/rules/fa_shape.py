@@ -112,11 +112,12 @@ def rope_dims(v: FaView, params: Params, ctx: OpContext) -> Facts:
     """With rope parts D is one of `dims`; with the ones in `layouts` the layout must be in its list."""
     if not v.rope:
         return None
+    allowed = "; ".join(f"{d}: {', '.join(names)}" for d, names in params["layouts"].items())
     layouts = params["layouts"].get(v.d)
     if layouts is None or v.call.layout not in layouts:
-        return {"d": v.d, "layout": v.call.layout, "layouts": params["layouts"]}
+        return {"d": v.d, "layout": f"layout {v.call.layout}", "allowed": allowed}
     dv = v.kv_dim(v.call.value)
-    return {"d": v.d, "layout": f"value dim {dv}", "layouts": params["layouts"]} if dv != v.d else None
+    return {"d": v.d, "layout": f"value dim {dv}", "allowed": allowed} if dv != v.d else None
 
 
 def mla_heads(v: FaView, params: Params, ctx: OpContext) -> Facts:
