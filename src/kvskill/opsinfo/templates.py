@@ -9,10 +9,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from importlib import resources
-from importlib.resources.abc import Traversable
+from importlib.abc import Traversable
 from typing import Any
 
-__all__ = ["TemplateInfo", "list_templates", "render_template"]
+from kvskill.manifest import Group, Manifest
+from kvskill.opsinfo.facts import reference_data
+
+__all__ = ["TemplateInfo", "default_context", "list_templates", "model_contexts", "render_template"]
 
 _HEADER = re.compile(r"\A\s*\{#-?(?P<text>.*?)-?#\}\n?", re.DOTALL)
 _FIELD = re.compile(r"(?P<key>[a-z][a-z_ -]*):(?:\s+(?P<value>.*))?$")
@@ -89,7 +92,8 @@ def render_template(name: str, context: dict[str, Any]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    return env.get_template(info.file).render(**context)
+    text: str = env.get_template(info.file).render(context)
+    return text
 
 
 def _load(file: str) -> str | None:
@@ -97,3 +101,66 @@ def _load(file: str) -> str | None:
         if name == file:
             return entry.read_text(encoding="utf-8")
     return None
+
+
+def default_context(name: str) -> dict[str, Any]:
+    """The values of a common model, from `references/template_contexts.yaml`. Raises KeyError."""
+    return dict(reference_data("template_contexts")["templates"][name]["context"])
+
+
+def model_contexts(name: str, manifest: Manifest) -> list[tuple[str, dict[str, Any]]]:
+    """(title, values) for each group of a model that the template serves.
+
+    The manifest gives what it decided (versions, caches, windows, eras); names of locals and attributes stay those
+    of the default context, since the manifest does not hold them.
+    """
+    entry = reference_data("template_contexts")["templates"][name]
+    out: list[tuple[str, dict[str, Any]]] = []
+    for number, group in enumerate(manifest.groups):
+        if group.attention not in entry["for"]:
+            continue
+        values = _from_manifest(manifest, group)
+        context = {**entry["context"], **{k: v for k, v in values.items() if k in entry["manifest"]}}
+        title = f"group {number}: layers {_ranges(group.layers)}, {group.attention}, {group.attn_type}"
+        if not any(context == seen for _, seen in out):
+            out.append((title, context))
+    return out
+
+
+def _from_manifest(manifest: Manifest, group: Group) -> dict[str, Any]:
+    target = manifest.target
+    mixed = manifest.mixed_attn_types.value
+    sliding = ("some" if mixed else "always") if group.attn_type == "SlidingWindow" or mixed else None
+    window = "self.sliding_window or None" if mixed else "self.sliding_window"
+    attn_type = f'"{group.attn_type}"'
+    if mixed:
+        attn_type = '"SlidingWindow" if self.sliding_window else "FullAttention"'
+    caches = [{"name": c.name, "dim": c.dim} for c in group.caches]
+    values: dict[str, Any] = {
+        "fa_version": manifest.fa_version.value,
+        "window_rule": manifest.window_rule.value,
+        "host_lists": "actual_seq_lengths_list_kv" in target.forward_metadata_fields,
+        "model_block_size": target.block_size_on == "model",
+        "block_size": "infer_config.scheduler_config.block_size" if target.block_size_on == "entry" else None,
+        "sliding": sliding,
+        "window": window if sliding else None,
+        "attn_type": attn_type,
+        "sinks": "self.sinks" if group.sinks else None,
+    }
+    if caches:
+        values |= {"caches": caches, "kv_heads": group.caches[0].num_head}
+    if len(caches) == 2:
+        values |= {f"{x}_cache": c["name"] for x, c in zip("kv", caches, strict=True)}
+        values |= {f"{x}_dim": c["dim"] for x, c in zip("kv", caches, strict=True)}
+    return values
+
+
+def _ranges(layers: tuple[int, ...]) -> str:
+    """`0-3, 6` of layer numbers."""
+    parts: list[list[int]] = []
+    for layer in sorted(layers):
+        if parts and layer == parts[-1][1] + 1:
+            parts[-1][1] = layer
+        else:
+            parts.append([layer, layer])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
