@@ -26,6 +26,8 @@ _CHECK_CODES = {
         "Something is kept between requests: index caches by slots only, never by batch row.",
     ),
     "run.staggered": ("KV417", "A result depends on the batch row, on neighbours, or on blocks nobody owns."),
+    "run.rank-places": ("KV422", "Every rank loads the first shard: take the rank from the group that was created."),
+    "run.ranks-agree": ("KV422", "Gather or reduce over the group that the layer is sharded on."),
     "release.blocks": ("KV415", "Let the framework own the blocks; do not hold or write block lists."),
     "release.no-leak": ("KV415", "Let the framework own the blocks; do not hold or write block lists."),
     "release.staggered": ("KV415", "Let the framework own the blocks; do not hold or write block lists."),

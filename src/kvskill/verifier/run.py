@@ -129,7 +129,7 @@ def _children(plan: _Plan, ckpt: Path) -> list[Child]:
         "wait_seconds": options.limits.seconds,
         "block_size": work.block_size,
         "tp_keys": TP_KEYS,
-        "metamorphic": options.checks,
+        "metamorphic": options.checks and options.tp == 1,
     }
     for rank in range(options.tp):
         name = "paged" if rank == 0 else f"paged{rank}"
@@ -230,6 +230,7 @@ def _judge(plan: _Plan, outcomes: dict[str, Outcome]) -> VerifyReport:
         report.findings += problem_findings(report.checks, model)
         return report
     report.checks += _run_checks(paged, work, options.mtp)
+    report.checks += _rank_checks(plan, outcomes)
     tolerance = table_tolerance(options.dtype, options.tolerance)
     if hf is not None and hf.ok and hf.arrays:
         references["HF"] = hf.arrays
@@ -343,6 +344,30 @@ def _run_checks(paged: Outcome, work: Workload, next_n: int) -> list[Check]:
     out.append(Check("run.kv-length", not wrong and "kv-length" not in found, text))
     shapes = [p["text"] for p in result.get("problems", []) if p["kind"] == "logits-shape"]
     out.append(Check("run.logits-shape", not shapes, "; ".join(shapes) or "[n, 1, V] and [B, q, V]"))
+    return out
+
+
+def _rank_checks(plan: _Plan, outcomes: dict[str, Outcome]) -> list[Check]:
+    """Do the ranks know their places, and do they compute the same logits?"""
+    tp = plan.options.tp
+    if tp == 1:
+        return []
+    ranks = [outcomes["paged" if r == 0 else f"paged{r}"] for r in range(tp)]
+    answers = {name: [r.result.get("ranks", {}).get(name) for r in ranks] for name in ranks[0].result.get("ranks", {})}
+    same = sorted(name for name, found in answers.items() if len(set(found)) < tp)
+    text = f"{len(answers)} groups give each of {tp} ranks its own place"
+    if same:
+        text = f"get_rank answers {answers[same[0]]} on ranks 0 to {tp - 1} for {', '.join(same)}"
+    out = [Check("run.rank-places", not same, text)]
+    worst = max(
+        (
+            c.relative if not c.nan else float("inf")
+            for other in ranks[1:]
+            for c in compare("rank", ranks[0].arrays, other.arrays, list(plan.work.prompts), 1e-5)
+        ),
+        default=0.0,
+    )
+    out.append(Check("run.ranks-agree", worst <= 1e-5, f"logits of {tp} ranks differ by at most {worst:.1e}"))
     return out
 
 

@@ -21,6 +21,7 @@ class Groups:
     def __init__(self, job: dict[str, Any], result: dict[str, Any]) -> None:
         self.job, self.result = job, result
         self.served: set[str] = set()
+        self.ranks: dict[str, int] = {}
         self.tp = int(job["tp"])
         self.declared = set(job["group_names"])
 
@@ -77,11 +78,13 @@ class Groups:
 
         def rank(this: Any, name: str) -> Any:
             try:
-                return get_rank(this, name)
+                found = get_rank(this, name)
             except KeyError:
                 if not may_serve(name):
                     raise
-                return 0
+                found = 0
+            self.ranks[name] = int(found)
+            return found
 
         def group_name(this: Any, name: str) -> Any:
             assert get_name is not None

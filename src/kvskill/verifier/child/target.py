@@ -66,6 +66,7 @@ def run_target(job: dict[str, Any], result: dict[str, Any]) -> None:
 
         arrays = run_legacy(target, caches, job, result)
     result["groups_served"] = sorted(target.groups.served)
+    result["ranks"] = target.groups.ranks
     np.savez(Path(job["out"]) / "arrays.npz", **arrays)
 
 
