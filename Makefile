@@ -34,8 +34,11 @@ real: env
 	@test -n "$(CRI_GIT)" || { echo "usage: make real CRI_GIT=<git directory of cann-recipes-infer>"; exit 2; }
 	$(PY) scripts/real.py --git "$(CRI_GIT)"
 
+# torchfix wants an older libcst than kvskill: it gets an environment of its own, or is left out.
 bench: env
-	$(PY) scripts/bench.py
+	@test -x $(VENV)-bench/bin/torchfix || { $(PYTHON) -m venv $(VENV)-bench && \
+	  $(VENV)-bench/bin/python -m pip install -qq --disable-pip-version-check torchfix; } || true
+	$(PY) scripts/bench.py $$(test -x $(VENV)-bench/bin/torchfix && echo --torchfix $(VENV)-bench/bin/torchfix)
 
 env:
 	@$(PYTHON) scripts/make_env.py dev --venv $(VENV)
@@ -44,4 +47,4 @@ env-demo:
 	@$(PYTHON) scripts/make_env.py demo --venv $(VENV)
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/kvskill.egg-info
+	rm -rf $(VENV) $(VENV)-bench build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/kvskill.egg-info
