@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kvskill.cli import COMMANDS
+from kvskill.diagnostics import ExitCode
 from kvskill.embedded import materialise
 
 HEAVY = ("torch", "torch_npu", "transformers", "numpy", "safetensors")
@@ -67,3 +69,23 @@ def test_the_card_folders_are_never_imported_by_their_own_name() -> None:
     code += "print(sorted({'analyzer', 'implementer', 'templates', 'references', 'skills'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
     assert result.stdout.strip() == "[]", result.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_of_the_list_exists_and_explains_itself(name: str, tmp_path: Path) -> None:
+    assert not imported(name, "--help", cwd=tmp_path) & set(HEAVY)
+
+
+def test_python_dash_m_is_the_same_command(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "kvskill", "--version"]
+    result = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and result.stdout.startswith("kvskill, version ")
+
+
+def test_the_exit_codes_are_in_the_help(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "kvskill", "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    text = " ".join(result.stdout.split())
+    for code in ExitCode:
+        assert f" {int(code)} " in text
