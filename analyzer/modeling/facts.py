@@ -6,8 +6,8 @@ import ast
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvskill.analyzer.modeling.run import Form, Run
 from kvskill.analyzer.modeling.program import Program
+from kvskill.analyzer.modeling.run import Form, Run
 from kvskill.analyzer.modeling.values import ClassVal, Func, Instance
 from kvskill.diagnostics import Diagnostic
 from kvskill.source import SourceFile
@@ -78,6 +78,8 @@ class Seam:
     sinks_expr: str | None
     meta_expr: str | None  # how the function reaches the forward metadata; None: must be threaded
     kinds: tuple[str, ...]
+    k_cache: str = "k_cache"
+    v_cache: str = "v_cache"
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from kvskill.analyzer.modeling import builtins as py
 from kvskill.analyzer.modeling.values import ClassVal, Const, External, Func, Value
 from kvskill.source import SourceFile, read_source
 
-__all__ = ["Program", "load_program", "source_files"]
+__all__ = ["Program", "bind_files", "load_program", "source_files"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,11 @@ def load_program(paths: Iterable[Path], shown_root: Path) -> Program:
     for path in paths:
         shown = path.relative_to(shown_root).as_posix() if path.is_relative_to(shown_root) else path.name
         files[shown] = read_source(path, shown)
+    return bind_files(files)
+
+
+def bind_files(files: dict[str, SourceFile]) -> Program:
+    """Bind the names of files that are already parsed."""
     modules: dict[str, dict[str, Value]] = {shown: {} for shown in files}
     # files that others import come first; two rounds settle mutual imports
     for _ in range(2):

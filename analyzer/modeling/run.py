@@ -7,6 +7,7 @@ A5, A8 (framework metadata by era).
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -74,6 +75,7 @@ class Run:
     root: Instance
     meta: Dict_
     result: Value
+    init_env: dict[int, dict[str, Value]]  # id(object) -> names of its __init__ at the end
 
 
 def run_model(
@@ -99,6 +101,11 @@ def run_model(
         "infer.scheduler_config.batch_size": rows,
     }
     root = walk.construct(entry, [Ref("config"), Ref("infer"), Ref("comm")], {}, "", None)
+    init_env = {
+        id(f.self_): f.env
+        for f in walk.frames
+        if isinstance(f.func, ast.FunctionDef) and f.func.name == "__init__" and f.self_ is not None
+    }
     walk.frames.clear()
     walk.calls.clear()
     walk.tests.clear()
@@ -119,7 +126,7 @@ def run_model(
         func, owner = forward
         result = walk.call_func(Func(func, owner.file, owner), [root], inputs, None)
     walk.problems[:0] = [p for p in problems_in_init if p.kind == "view"]
-    return Run(phase, form, walk, root, meta, result)
+    return Run(phase, form, walk, root, meta, result, init_env)
 
 
 def submodules(value: Value, seen: set[int] | None = None) -> list[Instance]:

@@ -15,10 +15,7 @@ __all__ = ["Attend", "Bad", "find_attends"]
 
 _CAST = LAYOUT | {"nan_to_num"}
 _MASK_OPS = frozenset(
-    "eq ne lt le gt ge logical_not logical_and logical_or and or xor invert bitwise_not triu tril masked_fill "
-    "masked_fill_ where zeros ones full arange zeros_like ones_like full_like empty cat concat stack expand join "
-    "constant placeholder add sub getitem select outer unsqueeze squeeze repeat repeat_interleave cumsum "
-    "index_select gather new_zeros new_ones new_full neg clamp any all max min amax rsub split".split()
+    ["eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and", "logical_or", "and", "or", "xor", "invert", "bitwise_not", "triu", "tril", "masked_fill", "masked_fill_", "where", "zeros", "ones", "full", "arange", "zeros_like", "ones_like", "full_like", "empty", "cat", "concat", "stack", "expand", "join", "constant", "placeholder", "add", "sub", "getitem", "select", "outer", "unsqueeze", "squeeze", "repeat", "repeat_interleave", "cumsum", "index_select", "gather", "new_zeros", "new_ones", "new_full", "neg", "clamp", "any", "all", "max", "min", "amax", "rsub", "split"]
 )
 
 

@@ -22,7 +22,7 @@ from kvskill.analyzer.modeling.trace import (
     tensor_parents,
     through,
 )
-from kvskill.analyzer.modeling.values import Const, Dict_, Frame, Func, Instance, Ref, Scalar, Tensor, Tup, Value
+from kvskill.analyzer.modeling.values import Const, Dict_, Frame, Func, Instance, Ref, Scalar, Tensor, Value
 from kvskill.analyzer.modeling.walk import Walk
 from kvskill.diagnostics import Diagnostic, Severity, Span
 from kvskill.source import SourceFile
@@ -149,6 +149,8 @@ def find_seam(reps: list[RepRun]) -> Seam:
         sinks_expr=sinks,
         meta_expr=_meta_expr(prefill, frames[id(prefill)], anchor),
         kinds=tuple(sorted({a.kind for r in reps for a in r.attends})),
+        k_cache=str(_kv_writes(prefill)[0].cache.attrs["name"]),
+        v_cache=str(_kv_writes(prefill)[1].cache.attrs["name"]),
     )
 
 

@@ -88,12 +88,12 @@ def _attr_window(walk: Walk, value: Value | None) -> Any:
     if isinstance(value, Const):
         return (
             value.value
-            if value.value is None or isinstance(value.value, int) and not isinstance(value.value, bool)
+            if value.value is None or (isinstance(value.value, int) and not isinstance(value.value, bool))
             else MISSING
         )
     if isinstance(value, Ref):
         known = walk.concrete(value.path)
-        return known if known is None or isinstance(known, int) and not isinstance(known, bool) else MISSING
+        return known if known is None or (isinstance(known, int) and not isinstance(known, bool)) else MISSING
     if isinstance(value, Scalar) and value.dim is not None:
         known2 = walk.concrete_dim(value.dim)
         return MISSING if known2 is None else known2

@@ -1,0 +1,79 @@
+"""Byte-range edits: the only way in which a file changes. Edits never overlap; bytes outside them stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvskill.source import SourceFile
+
+__all__ = ["Edit", "EditConflict", "EditSet"]
+
+
+class EditConflict(Exception):
+    """Two edits want the same bytes: the plan behind them is wrong."""
+
+    def __init__(self, first: Edit, second: Edit) -> None:
+        super().__init__(f"edits overlap in {first.path}: {first.why} / {second.why}")
+        self.first, self.second = first, second
+
+
+@dataclass(frozen=True, order=True)
+class Edit:
+    """Replace bytes [start, end) of a file by `text` (\\n line ends; the file's own are used when written)."""
+
+    path: str
+    start: int
+    end: int
+    text: str
+    why: str
+
+
+@dataclass
+class EditSet:
+    """Edits of one file, in any order."""
+
+    file: SourceFile
+    edits: list[Edit] = field(default_factory=list)
+
+    def add(self, start: int, end: int, text: str, why: str) -> None:
+        edit = Edit(self.file.shown, start, end, text, why)
+        if edit not in self.edits:
+            self.edits.append(edit)
+
+    def ordered(self) -> list[Edit]:
+        """By position; raises EditConflict where two overlap. Insertions at one place keep their order."""
+        out = sorted(self.edits, key=lambda e: (e.start, e.end))
+        for a, b in zip(out, out[1:], strict=False):
+            if b.start < a.end:
+                raise EditConflict(a, b)
+        return out
+
+    def result(self) -> bytes:
+        """The edited bytes."""
+        raw, out, pos = self.file.raw, bytearray(), 0
+        for edit in self.ordered():
+            out += raw[pos : edit.start]
+            text = edit.text if self.file.newline == "\n" else edit.text.replace("\n", self.file.newline)
+            out += text.encode(self.file.encoding if self.file.encoding != "utf-8-sig" else "utf-8")
+            pos = edit.end
+        return bytes(out + raw[pos:])
+
+    def touched_lines(self) -> set[int]:
+        """1-based lines of the original that an edit touches."""
+        starts = self.file.line_starts
+        lines: set[int] = set()
+        for edit in self.edits:
+            first = _line_at(starts, edit.start)
+            last = _line_at(starts, max(edit.start, edit.end - 1))
+            lines.update(range(first, last + 1))
+        return lines
+
+
+def _line_at(starts: Iterable[int], offset: int) -> int:
+    line = 0
+    for i, start in enumerate(starts, 1):
+        if start > offset:
+            break
+        line = i
+    return line

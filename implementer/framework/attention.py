@@ -1,0 +1,301 @@
+"""The attention class: seam replaced by the template, packed tokens seen as one row, caches declared as entries."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from kvskill.analyzer.modeling.facts import AttentionFacts, Binding
+from kvskill.analyzer.modeling.values import Const, Frame, Func, Instance, Ref, Tensor, Tup, Value
+from kvskill.implementer.framework.context import Context
+from kvskill.implementer.render import render
+from kvskill.implementer.textops import (
+    body_start,
+    insert_after,
+    insert_before,
+    replace_expr,
+    replace_statement,
+)
+from kvskill.source import SourceFile
+
+__all__ = ["adapt_block", "convert_attention", "from_tnd", "to_tnd"]
+
+
+def to_tnd(binding: Binding, heads: str, dim: str) -> str:
+    """The binding as contiguous [T, heads, dim]; one row of T tokens stands where the batch was."""
+    x = binding.name
+    if binding.layout == "BSND":
+        return f"{x}.flatten(0, 1).contiguous()"
+    if binding.layout == "BNSD":
+        return f"{x}.transpose(1, 2).flatten(0, 1).contiguous()"
+    if binding.layout == "NTD":
+        return f"{x}.transpose(0, 1).contiguous()"
+    if binding.layout == "TND":
+        return f"{x}.contiguous()"
+    return f"{x}.reshape(-1, {heads}, {dim}).contiguous()"
+
+
+def from_tnd(binding: Binding) -> str:
+    """[T, heads, dim] in the layout that the following code expects."""
+    x = binding.name
+    return {
+        "BSND": f"{x}.unsqueeze(0)",
+        "BNSD": f"{x}.transpose(0, 1).unsqueeze(0)",
+        "NTD": f"{x}.transpose(0, 1)",
+        "TND": x,
+        "BSH": f"{x}.flatten(1).unsqueeze(0)",
+        "TH": f"{x}.flatten(1)",
+    }[binding.layout]
+
+
+def convert_attention(ctx: Context, facts: AttentionFacts, meta: str) -> None:
+    """All edits of one attention class. `meta` names the forward metadata in the seam's function."""
+    _replace_seam(ctx, facts, meta)
+    adapt_block(ctx, Func(facts.entry, facts.file, facts.cls), facts.stream_params, facts.reps)
+    _declare(ctx, facts)
+
+
+def _replace_seam(ctx: Context, facts: AttentionFacts, meta: str) -> None:
+    seam = facts.seam
+    file, func = seam.file, seam.func
+    torch = ctx.module_name(file, "torch")
+    if torch is None:
+        ctx.refuse(file, file.tree, "KV201", "The file does not import torch by name.", "Add `import torch`.")
+        return
+    names = ("query", "key", "value", "slots", "q_lengths", "kv_lengths", "table", "block_size", "ops")
+    n = {name: ctx.fresh_name(func, f"paged_{name}") for name in names}
+    window = _window_text(ctx, facts)
+    sliding: str | None = None
+    if facts.window is not None:
+        sliding = "always" if all(facts.window.per_layer) else "some"
+    text = render(
+        "framework/attend",
+        fa_version=ctx.manifest.fa_version.value,
+        window_rule=ctx.manifest.window_rule.value,
+        n=n,
+        q=to_tnd(seam.q, seam.heads_expr, seam.k_dim_expr),
+        k=to_tnd(seam.k, seam.kv_heads_expr, seam.k_dim_expr),
+        v=to_tnd(seam.v, seam.kv_heads_expr, seam.v_dim_expr),
+        meta=meta,
+        key=f"{seam.self_name}.attn_type",
+        me=seam.self_name,
+        torch=torch,
+        k_cache=seam.k_cache,
+        v_cache=seam.v_cache,
+        heads=seam.heads_expr,
+        kv_heads=seam.kv_heads_expr,
+        k_dim=seam.k_dim_expr,
+        v_dim=seam.v_dim_expr,
+        scale=seam.scale_expr,
+        sinks=seam.sinks_expr,
+        sliding=sliding,
+        window=window,
+        host_lists="actual_seq_lengths_list_kv" in ctx.manifest.target.forward_metadata_fields,
+        graph_test=_graph_test(ctx, facts),
+        extra=", ".join(seam.extra_targets) if len(seam.extra_targets) == 1 else "",
+        out={"name": seam.out.name, "text": from_tnd(seam.out)},
+    )
+    unit = ctx.unit(func, file)
+    insert_before(ctx.edit_set(file), seam.anchor, text, "paged attention", unit)
+    ctx.use_at(func, seam.anchor.lineno, {seam.q.name, seam.k.name, seam.v.name})
+    ctx.use(func, {meta.split("[")[0].split(".")[0], seam.self_name})
+    by_func: dict[int, tuple[Func, set[ast.stmt]]] = {}
+    for owner, stmt in seam.removed:
+        by_func.setdefault(id(owner.node), (owner, set()))[1].add(stmt)
+    for owner, stmts in by_func.values():
+        ctx.mark_removed(owner, stmts)
+
+
+def _graph_test(ctx: Context, facts: AttentionFacts) -> str | None:
+    """The attribute that says ge_graph, when the file has torchair and the class can know the mode."""
+    if ctx.module_name(facts.seam.file, "torchair") != "torchair":
+        return None
+    return f"{facts.seam.self_name}.paged_ge_graph" if _infer_expr(ctx, facts) else None
+
+
+def _infer_expr(ctx: Context, facts: AttentionFacts) -> str | None:
+    """How `__init__` of the class reaches the inference configuration."""
+    return init_expr(ctx, facts.reps[0], "infer")
+
+
+def init_expr(ctx: Context, inst: Instance, path: str) -> str | None:
+    """A name or `self.attr` that holds a root object (`config`, `infer`) in the object's `__init__`."""
+    assert ctx.facts.prefill is not None
+    env = ctx.facts.prefill.init_env.get(id(inst), {})
+    for name, value in env.items():
+        if value == Ref(path):
+            return name
+    for name, value in inst.attrs.items():
+        if value == Ref(path):
+            return f"self.{name}"
+    return None
+
+
+def _window_text(ctx: Context, facts: AttentionFacts) -> str | None:
+    if facts.window is None:
+        return None
+    attr = facts.window.attr or "paged_window"
+    return f"{facts.seam.self_name}.{attr}"
+
+
+def _declare(ctx: Context, facts: AttentionFacts) -> None:
+    """Replace `cache_unit` by cache entries, chained placeholders by two."""
+    decl, file = facts.caches, facts.file
+    found = facts.cls.method("__init__")
+    if found is None or decl.unit is None:
+        ctx.refuse(file, facts.cls.node, "KV202", f"{facts.cls.name} declares no cache_unit.", "Declare it.")
+        return
+    init, _ = found
+    self_name = init.args.args[0].arg
+    edits = ctx.edit_set(file)
+    unit = ctx.unit(init, file)
+    target = ctx.manifest.target
+    window = attn_type = None
+    lines: list[str] = []
+    if facts.window is not None:
+        if facts.window.attr is None:
+            expr = _init_names(ctx, facts, facts.window.expr)
+            if expr is None:
+                ctx.refuse(
+                    file,
+                    init,
+                    "KV203",
+                    f"`{facts.window.expr}` cannot be written in __init__ of {facts.cls.name}.",
+                    "Keep the window of each layer in an attribute that is None for full layers.",
+                )
+                return
+            lines.append(f"{self_name}.paged_window = {expr}")
+            window = f"{self_name}.paged_window"
+        else:
+            window = f"{self_name}.{facts.window.attr}"
+        always = all(facts.window.per_layer)
+        attn_type = '"SlidingWindow"' if always else f'"SlidingWindow" if {window} else "FullAttention"'
+        if not always:
+            window = f"{window} or None"
+    infer = _infer_expr(ctx, facts)
+    block_size = None
+    if target.block_size_on == "entry" and infer is not None:
+        block_size = f"{infer}.scheduler_config.block_size"
+    if _graph_test(ctx, facts):
+        lines.append(f'{self_name}.paged_ge_graph = {infer}.model_config.exe_mode == "ge_graph"')
+    torch = ctx.module_name(file, "torch") or "torch"
+    text = render(
+        "framework/cache_entries",
+        me=self_name,
+        attn_type=attn_type or '"FullAttention"',
+        manager_key=None,
+        caches=[
+            {"name": facts.seam.k_cache, "dim": decl.k_dim_expr},
+            {"name": facts.seam.v_cache, "dim": decl.v_dim_expr},
+        ],
+        kv_heads=decl.heads_expr,
+        dtype=f"{torch}.bfloat16",
+        block_size=block_size,
+        window=window,
+    )
+    text = "".join(f"{line}\n" for line in lines) + text
+    ctx.imports.setdefault(file.shown, set()).add("CacheEntry")
+    placeholders = {id(s): s for s in decl.placeholders.values()}
+    for stmt in placeholders.values():
+        if isinstance(stmt, ast.Assign) and (len(stmt.targets) > 1 or isinstance(stmt.targets[0], ast.Tuple)):
+            both = "\n".join(f"{self_name}.{name} = {torch}.Tensor([])" for name in decl.placeholders)
+            replace_statement(edits, stmt, both + "\n", "one placeholder per cache", unit)
+    needed = _attrs_in(text, self_name)
+    late = [
+        s
+        for name, s in facts.reps[0].attr_nodes.items()
+        if name in needed and s.lineno > decl.unit.lineno and name not in decl.placeholders
+    ]
+    if not late and decl.unit in init.body:
+        replace_statement(edits, decl.unit, text, "cache entries", unit)
+    else:
+        ctx.mark_removed(Func(init, file, facts.cls), {decl.unit})
+        insert_after(edits, init.body[-1], text, "cache entries", unit)
+
+
+def _attrs_in(text: str, self_name: str) -> set[str]:
+    return set(re.findall(rf"\b{re.escape(self_name)}\.(\w+)", text))
+
+
+def _init_names(ctx: Context, facts: AttentionFacts, expr: str) -> str | None:
+    """Rewrite `config` and `layer_idx` of an expression to the names that `__init__` has."""
+    tree = ast.parse(expr, mode="eval")
+    names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    out = expr
+    if "config" in names:
+        config = init_expr(ctx, facts.reps[0], "config")
+        if config is None:
+            return None
+        out = re.sub(r"\bconfig\.", f"{config}.", out)
+    if "layer_idx" in names:
+        index = _index_name(ctx, facts)
+        if index is None:
+            return None
+        out = re.sub(r"\blayer_idx\b", index, out)
+    return out
+
+
+def _index_name(ctx: Context, facts: AttentionFacts) -> str | None:
+    """The name that holds the layer index in `__init__`: equal to it in every representative."""
+    assert ctx.facts.prefill is not None
+    options: set[str] | None = None
+    for inst in facts.reps:
+        number = _layer_number(inst.path)
+        env = ctx.facts.prefill.init_env.get(id(inst), {})
+        here = {name for name, value in env.items() if value == Const(number)}
+        here |= {f"self.{name}" for name, value in inst.attrs.items() if value == Const(number)}
+        options = here if options is None else options & here
+    ranked = sorted(options or (), key=lambda x: (x.startswith("self."), "layer" not in x, x))
+    return ranked[0] if (ranked and len(facts.reps) > 1) or len(ranked) == 1 else None
+
+
+def _layer_number(path: str) -> int | None:
+    numbers = [int(p) for p in path.split(".") if p.isdigit()]
+    return numbers[0] if numbers else None
+
+
+def adapt_block(ctx: Context, func: Func, params: tuple[str, ...], objects: tuple[Instance, ...]) -> None:
+    """Let a block that unpacks [B, S, H] work on packed [T, H]: one row going in, rows dropped coming out."""
+    node, file = func.node, func.file
+    assert isinstance(node, ast.FunctionDef)
+    edits = ctx.edit_set(file)
+    unit = ctx.unit(node, file)
+    lines = [f"{p} = {p}.unsqueeze(0)" for p in params]
+    if not lines:
+        return
+    lines[0] += "  # packed [T, H] as one row [1, T, H]"
+    insert_before(edits, body_start(node), "\n".join(lines) + "\n", "packed tokens as one row", unit)
+    for frame in ctx.frames_of(node):
+        if frame.self_ is not None and objects and frame.self_ not in objects and not _same_class(frame, objects):
+            continue
+        for stmt, value in frame.returns:
+            if stmt is not None and stmt.value is not None:
+                _squeeze(ctx, file, stmt.value, value, frame)
+
+
+def _same_class(frame: Frame, objects: tuple[Instance, ...]) -> bool:
+    return isinstance(frame.self_, Instance) and any(frame.self_.cls is o.cls for o in objects)
+
+
+def _squeeze(ctx: Context, file: SourceFile, node: ast.expr, value: Value, frame: Frame) -> None:
+    if isinstance(node, ast.Tuple) and isinstance(value, Tup):
+        for elt, item in zip(node.elts, value.items, strict=False):
+            _squeeze(ctx, file, elt, item, frame)
+        return
+    if isinstance(node, ast.IfExp):
+        _squeeze(ctx, file, node.body, value, frame)
+        _squeeze(ctx, file, node.orelse, value, frame)
+        return
+    if isinstance(value, Tensor) and value.stream and value.rank == 3:
+        text = file.segment(node)
+        if not isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)):
+            text = f"({text})"
+        replace_expr(ctx.edit_set(file), node, f"{text}.squeeze(0)", "rows dropped again")
+    elif isinstance(value, Tup) and any(isinstance(v, Tensor) and v.stream and v.rank == 3 for v in value.items):
+        ctx.refuse(
+            file,
+            node,
+            "KV204",
+            "A tuple with hidden states is returned under one name.",
+            "Return the tuple's elements by name.",
+        )

@@ -1,0 +1,156 @@
+"""Blocks that hidden states pass through on their way (MLP, MoE, norms, rotary tables).
+
+A block that works on [T, H] as it is stays as it is; one that unpacks [B, S, H] sees the packed tokens as one row.
+A test on the number of tokens that told prefill from decode becomes a test of the phase.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from kvskill.analyzer.modeling.dims import Dim
+from kvskill.analyzer.modeling.values import Const, Frame, Func, Instance, Tensor, Tup, Value
+from kvskill.analyzer.modeling.walk import Test, Walk
+from kvskill.implementer.framework.attention import adapt_block
+from kvskill.implementer.framework.container import Containers
+from kvskill.implementer.framework.context import Context
+from kvskill.implementer.framework.threading import metadata_in, thread_metadata
+from kvskill.implementer.textops import replace_expr, statements, whole_removal
+
+__all__ = ["convert_blocks", "convert_phase_tests"]
+
+
+def convert_blocks(ctx: Context, containers: Containers, skip: set[int]) -> None:
+    """Adapt the blocks that need three axes. `skip` holds ids of frames' functions handled elsewhere."""
+    run = ctx.facts.prefill
+    assert run is not None
+    above = {id(f) for f in containers.frames}
+    entries = {id(a.entry) for a in ctx.facts.attentions}
+    seen: set[int] = set()
+    for frame in run.walk.frames:
+        if not isinstance(frame.self_, Instance) or not isinstance(frame.func, ast.FunctionDef):
+            continue
+        if id(frame.parent) not in above or id(frame) in above or id(frame.func) in entries | skip:
+            continue
+        if frame.func.name == "__init__" or id(frame.func) in seen:
+            continue
+        params = _stream_params(frame)
+        if not params:
+            continue
+        if _agnostic(run.walk, frame, params):
+            continue
+        seen.add(id(frame.func))
+        adapt_block(ctx, Func(frame.func, frame.file, frame.owner), params, ())
+
+
+def _arguments(frame: Frame) -> dict[str, Value]:
+    func = frame.func
+    assert isinstance(func, ast.FunctionDef)
+    env = frame.env_before.get(id(func.body[0]), {})
+    names = [a.arg for a in [*func.args.posonlyargs, *func.args.args, *func.args.kwonlyargs]]
+    out = {n: env[n] for n in names if n in env}
+    if func.args.vararg is not None and isinstance(extra := env.get(func.args.vararg.arg), Tup):
+        out.update({f"*{i}": v for i, v in enumerate(extra.items)})
+    return out
+
+
+def _stream_params(frame: Frame) -> tuple[str, ...]:
+    return tuple(
+        n for n, v in _arguments(frame).items() if isinstance(v, Tensor) and v.stream and v.rank == 3 and n[0] != "*"
+    )
+
+
+def _agnostic(walk: Walk, frame: Frame, params: tuple[str, ...]) -> bool:
+    """Does the block work on [T, H] and give [T, H]? Tried on a walk of its own."""
+    trial = Walk(walk.modules, walk.concrete, dict(walk.dim_env), dict(walk.dim_alias))
+    trial.hooks.update(walk.hooks)
+    trial.collapse_layers = True
+    trial.frame = Frame(None, frame.file, None, {}, None, None)
+    func = frame.func
+    assert isinstance(func, ast.FunctionDef)
+    args = _arguments(frame)
+    flat = Dim.atom("T")
+
+    def packed(value: Value) -> Value:
+        if isinstance(value, Tensor) and value.stream and value.shape is not None and len(value.shape) == 3:
+            out = trial.tensor("embedding", [], (flat, value.shape[2]), None)
+            return out
+        return value
+
+    given = {n: packed(v) for n, v in args.items() if n[0] != "*"}
+    extra = [packed(v) for n, v in args.items() if n[0] == "*"]
+    positional = [a.arg for a in [*func.args.posonlyargs, *func.args.args]]
+    values = [given.pop(n) for n in positional if n in given]
+    result = trial.call_func(Func(func, frame.file, frame.owner), [*values, *extra], given, None)
+    if trial.problems:
+        return False
+    return _all_flat(result)
+
+
+def _all_flat(value: Value) -> bool:
+    if isinstance(value, Tup):
+        return all(_all_flat(v) for v in value.items)
+    if isinstance(value, Tensor) and value.stream:
+        return value.shape is not None and len(value.shape) == 2
+    return not isinstance(value, Tensor) or not value.stream
+
+
+def convert_phase_tests(ctx: Context) -> None:
+    """Rewrite conditions on token counts that tell the phases apart; refuse the others."""
+    prefill, decode = ctx.facts.prefill, ctx.facts.decode
+    assert prefill is not None and decode is not None
+    other = {id(t.node): t for t in decode.walk.tests}
+    done: set[int] = set()
+    for test in prefill.walk.tests:
+        func = test.frame.func
+        if not test.axes or id(test.node) in done or not isinstance(func, ast.FunctionDef):
+            continue
+        if _removed(ctx, func, test.node) or id(test.node) in ctx.rewritten_tests:
+            continue
+        done.add(id(test.node))
+        _rewrite_test(ctx, test, other.get(id(test.node)), func)
+
+
+def _removed(ctx: Context, func: ast.FunctionDef, node: ast.AST) -> bool:
+    stmts = whole_removal(func.body, ctx.removed.get(id(func), set()))
+    return any(node is n for s in stmts for n in ast.walk(s))
+
+
+def _rewrite_test(ctx: Context, test: Test, twin: Test | None, func: ast.FunctionDef) -> None:
+    file = test.frame.file
+    known = test.value.value if isinstance(test.value, Const) else None
+    late = twin.value.value if twin is not None and isinstance(twin.value, Const) else None
+    phase = isinstance(known, bool) and isinstance(late, bool) and known is not late
+    if phase and _counts_tokens(test):
+        stmt = next((s for s in statements(func.body) if any(n is test.node for n in ast.walk(s))), None)
+        meta = metadata_in(ctx, test.frame, None) or thread_metadata(ctx, test.frame, stmt)
+        if meta is not None:
+            text = f"{meta}.is_prefill" if known else f"not {meta}.is_prefill"
+            replace_expr(ctx.edit_set(file), test.node, text, "the phase decides, not a token count")
+            ctx.use(func, {meta.split("[")[0]})
+            return
+    if isinstance(test.value, Const) and twin is not None and test.value == twin.value and not _raises(test):
+        # the same side in both phases: it depends on the batch only in theory
+        if known is not None and "S" not in test.axes:
+            return
+    if _raises(test):
+        return
+    ctx.refuse(
+        file,
+        test.node,
+        "KV213",
+        "A condition depends on the number of requests or tokens in a way that is not a phase test.",
+        "Decide by forward_metadata.is_prefill, or make the code independent of the count.",
+    )
+
+
+def _counts_tokens(test: Test) -> bool:
+    return isinstance(test.node, ast.Compare) and len(test.node.ops) == 1
+
+
+def _raises(test: Test) -> bool:
+    """A guard that only raises cannot change a result."""
+    owner = test.owner
+    return isinstance(owner, ast.Assert) or (
+        isinstance(owner, ast.If) and all(isinstance(s, ast.Raise) for s in owner.body) and not owner.orelse
+    )

@@ -1,0 +1,99 @@
+"""What every pass shares: facts, manifest, edit sets by file, and the findings it adds."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+
+from kvskill.analyzer.modeling.facts import ModelFacts
+from kvskill.analyzer.modeling.values import ClassVal, External, Frame, Func
+from kvskill.diagnostics import Diagnostic, Severity
+from kvskill.implementer.edits import EditSet
+from kvskill.implementer.textops import indent_unit, names_read, statements
+from kvskill.manifest import Manifest
+from kvskill.source import SourceFile
+
+__all__ = ["Context"]
+
+
+@dataclass
+class Context:
+    """The state of one plan. Passes add edits; nothing is written here."""
+
+    facts: ModelFacts
+    manifest: Manifest
+    edits: dict[str, EditSet] = field(default_factory=dict)
+    findings: list[Diagnostic] = field(default_factory=list)
+    # statements that a pass removed or replaced, by id of the function node
+    removed: dict[int, set[ast.stmt]] = field(default_factory=dict)
+    functions: dict[int, Func] = field(default_factory=dict)
+    # names that removed statements read, by function: seeds of the dead-code pass
+    freed: dict[int, set[str]] = field(default_factory=dict)
+    # names that inserted code reads or binds, by function
+    used: dict[int, set[str]] = field(default_factory=dict)
+    # names that inserted code reads at a line: they keep only what is bound above it alive
+    used_at: dict[int, list[tuple[int, set[str]]]] = field(default_factory=dict)
+    imports: dict[str, set[str]] = field(default_factory=dict)  # file -> import lines wanted
+    dropped_args: set[int] = field(default_factory=set)
+    # statements and tests that a pass cut out itself, outside `removed`
+    rewritten: dict[int, set[ast.stmt]] = field(default_factory=dict)
+    rewritten_tests: set[int] = field(default_factory=set)
+    # arguments and parameters to add once it is known which ones go: (file, call or function, name, value)
+    added: list[tuple[SourceFile, ast.Call | ast.FunctionDef, str, str]] = field(default_factory=list)
+
+    def edit_set(self, file: SourceFile) -> EditSet:
+        return self.edits.setdefault(file.shown, EditSet(file))
+
+    def refuse(self, file: SourceFile, node: ast.AST, code: str, fact: str, todo: str) -> None:
+        self.findings.append(Diagnostic(code, Severity.BLOCKING, fact, todo, file.span(node)))
+
+    def optional(self, file: SourceFile, node: ast.AST, code: str, fact: str, todo: str) -> None:
+        """A task that does not change the result as configured."""
+        self.findings.append(Diagnostic(code, Severity.WARNING, fact, todo, file.span(node)))
+
+    def mark_removed(self, func: Func, stmts: set[ast.stmt]) -> None:
+        """Statements that go; what they read may become dead."""
+        key = id(func.node)
+        self.functions[key] = func
+        self.removed.setdefault(key, set()).update(stmts)
+        self.freed.setdefault(key, set()).update(names_read(stmts))
+
+    def use(self, func: ast.FunctionDef, names: set[str]) -> None:
+        self.used.setdefault(id(func), set()).update(names)
+
+    def use_at(self, func: ast.FunctionDef, line: int, names: set[str]) -> None:
+        self.used_at.setdefault(id(func), []).append((line, names))
+
+    def unit(self, func: ast.FunctionDef, file: SourceFile) -> str:
+        return indent_unit(file, func)
+
+    def fresh_name(self, func: ast.FunctionDef, want: str) -> str:
+        """A name that the function does not use yet."""
+        taken = {n.id for n in ast.walk(func) if isinstance(n, ast.Name)} | {
+            a.arg for a in [*func.args.posonlyargs, *func.args.args, *func.args.kwonlyargs]
+        }
+        name = want
+        while name in taken:
+            name = f"paged_{name}" if not name.startswith("paged_") else f"{name}_"
+        return name
+
+    def module_name(self, file: SourceFile, qualified: str) -> str | None:
+        """The name under which a file binds a module, e.g. `torch`."""
+        for name, value in self.facts.program.modules[file.shown].items():
+            if isinstance(value, External) and value.name == qualified:
+                return name
+        return None
+
+    def frames_of(self, func: ast.FunctionDef) -> list[Frame]:
+        """Activations of a function in both runs."""
+        out: list[Frame] = []
+        for run in (self.facts.prefill, self.facts.decode):
+            if run is not None:
+                out.extend(f for f in run.walk.frames if f.func is func)
+        return out
+
+    def all_statements(self, func: ast.FunctionDef) -> list[ast.stmt]:
+        return list(statements(func.body))
+
+    def class_of(self, name: str) -> ClassVal | None:
+        return self.facts.program.find(name)

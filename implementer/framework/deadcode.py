@@ -1,0 +1,200 @@
+"""What the seam's removal leaves without a reader: assignments, then parameters and the arguments given for them."""
+
+from __future__ import annotations
+
+import ast
+
+from kvskill.analyzer.modeling.values import Frame, Func
+from kvskill.implementer.framework.calls import drop_argument, drop_parameter, parameter_names
+from kvskill.implementer.framework.context import Context
+from kvskill.implementer.textops import names_read, remove_statements, statements, whole_removal
+
+__all__ = ["sweep", "write_removals"]
+
+
+def sweep(ctx: Context) -> None:
+    """Mark dead statements and drop dead parameters until nothing changes."""
+    dropped: set[tuple[int, str]] = set()
+    for _ in range(30):
+        changed = False
+        for key in list(ctx.functions):
+            changed |= _dead_statements(ctx, ctx.functions[key])
+        for key in list(ctx.functions):
+            changed |= _dead_parameters(ctx, ctx.functions[key], dropped)
+        if not changed:
+            return
+
+
+def write_removals(ctx: Context) -> None:
+    """Turn everything that was marked into edits."""
+    for key, func in ctx.functions.items():
+        assert isinstance(func.node, ast.FunctionDef)
+        removed = ctx.removed.get(key, set())
+        if removed:
+            remove_statements(ctx.edit_set(func.file), func.node, removed, "replaced by the paged path")
+
+
+def _left(ctx: Context, func: Func) -> list[ast.stmt]:
+    """Statements that stay (simple ones; the heads of compound ones are looked at by `_reads`)."""
+    assert isinstance(func.node, ast.FunctionDef)
+    removed = whole_removal(func.node.body, ctx.removed.get(id(func.node), set()))
+    gone: set[ast.stmt] = set(ctx.rewritten.get(id(func.node), set()))
+    for stmt in removed:
+        gone.add(stmt)
+        gone.update(statements([stmt]))
+    return [s for s in statements(func.node.body) if s not in gone]
+
+
+def _reads(ctx: Context, func: Func) -> set[str]:
+    out = set(ctx.used.get(id(func.node), set()))
+    for stmt in _left(ctx, func):
+        if isinstance(stmt, (ast.If, ast.While)):
+            out |= set() if id(stmt.test) in ctx.rewritten_tests else names_read([stmt.test])
+        elif isinstance(stmt, ast.For):
+            out |= names_read([stmt.iter, stmt.target])
+        elif isinstance(stmt, ast.With):
+            out |= names_read([i.context_expr for i in stmt.items])
+        elif isinstance(stmt, ast.Try):
+            continue
+        else:
+            out |= _live_names(ctx, stmt)
+            if isinstance(stmt, ast.AugAssign) and isinstance(stmt.target, ast.Name):
+                out.discard(stmt.target.id) if _only_self_update(stmt) else None
+    return out
+
+
+def _only_self_update(stmt: ast.AugAssign) -> bool:
+    return isinstance(stmt.target, ast.Name) and stmt.target.id not in names_read([stmt.value])
+
+
+def _live_names(ctx: Context, stmt: ast.stmt) -> set[str]:
+    """Names that a statement reads, dropped arguments left out."""
+    out: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if id(node) in ctx.dropped_args:
+            return
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            out.add(node.id)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(stmt)
+    return out
+
+
+def _dead_statements(ctx: Context, func: Func) -> bool:
+    reads = _reads(ctx, func)
+    freed = ctx.freed.get(id(func.node), set())
+    dead: set[ast.stmt] = set()
+    for stmt in _left(ctx, func):
+        targets = _plain_targets(stmt)
+        later = {n for line, names in ctx.used_at.get(id(func.node), []) if stmt.lineno < line for n in names}
+        if targets and not targets & (reads | later) and targets & freed and _pure(ctx, func, stmt):
+            dead.add(stmt)
+    if not dead:
+        return False
+    ctx.mark_removed(func, dead)
+    # the tests of branches that are now empty free their names as well
+    assert isinstance(func.node, ast.FunctionDef)
+    for stmt in whole_removal(func.node.body, ctx.removed[id(func.node)]) - ctx.removed[id(func.node)]:
+        if isinstance(stmt, (ast.If, ast.While)):
+            ctx.freed[id(func.node)] |= names_read([stmt.test])
+    return True
+
+
+def _plain_targets(stmt: ast.stmt) -> set[str]:
+    """Names bound by an assignment to plain names; empty for anything else."""
+    if isinstance(stmt, ast.Assign):
+        targets = stmt.targets
+    elif isinstance(stmt, (ast.AnnAssign, ast.AugAssign)) and getattr(stmt, "value", None) is not None:
+        targets = [stmt.target]
+    else:
+        return set()
+    out: set[str] = set()
+    for target in targets:
+        parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
+        for part in parts:
+            if not isinstance(part, ast.Name):
+                return set()
+            out.add(part.id)
+    return out
+
+
+def _pure(ctx: Context, func: Func, stmt: ast.stmt) -> bool:
+    """No effect but the binding: no in-place operation, no attribute or item written while it runs."""
+    for node in ast.walk(stmt):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name.endswith("_") and not name.endswith("__"):
+                return False
+            if name in ("pop", "append", "extend", "setdefault", "setattr", "print", "all_reduce"):
+                return False
+        if isinstance(node, (ast.Yield, ast.YieldFrom, ast.Await, ast.NamedExpr)):
+            return False
+    for run in (ctx.facts.prefill, ctx.facts.decode):
+        if run is None:
+            continue
+        for write in run.walk.attr_writes:
+            if any(f.call_stmt is stmt for f in write.frame.chain()):
+                return False
+    return True
+
+
+def _dead_parameters(ctx: Context, func: Func, dropped: set[tuple[int, str]]) -> bool:
+    node = func.node
+    assert isinstance(node, ast.FunctionDef)
+    frames = ctx.frames_of(node)
+    if not frames or any(f.parent is None for f in frames):
+        return False
+    reads = _reads(ctx, func)
+    for _, names in ctx.used_at.get(id(node), []):
+        reads |= names
+    changed = False
+    for name in parameter_names(node)[1 if func.owner is not None else 0 :]:
+        key = (id(node), name)
+        if name in reads or name not in ctx.freed.get(id(node), set()) or key in dropped:
+            continue
+        if not _callees_agree(ctx, frames, name) or not _passed_plainly(frames, name, node):
+            continue
+        if not drop_parameter(ctx, func.file, node, name):
+            continue
+        dropped.add(key)
+        changed = True
+        for frame in frames:
+            gone = drop_argument(ctx, frame, name)
+            parent = frame.parent
+            if gone and parent is not None and isinstance(parent.func, ast.FunctionDef):
+                owner = Func(parent.func, parent.file, parent.owner)
+                ctx.functions.setdefault(id(parent.func), owner)
+                ctx.freed.setdefault(id(parent.func), set()).update(names_read(gone))
+    return changed
+
+
+def _callees_agree(ctx: Context, frames: list[Frame], name: str) -> bool:
+    """Every function that one of these calls may reach is the one that loses the parameter."""
+    func = frames[0].func
+    calls = {id(f.call) for f in frames}
+    for run in (ctx.facts.prefill, ctx.facts.decode):
+        if run is None:
+            continue
+        for frame in run.walk.frames:
+            if id(frame.call) in calls and frame.func is not func:
+                return False
+    return True
+
+
+def _passed_plainly(frames: list[Frame], name: str, node: ast.FunctionDef) -> bool:
+    """The argument is written at each call; one that arrives through ** would have nowhere to go."""
+    for frame in frames:
+        call = frame.call
+        if not isinstance(call, ast.Call) or any(isinstance(a, ast.Starred) for a in call.args):
+            return False
+        names = [a.arg for a in node.args.args]
+        offset = 1 if frame.owner is not None and frame.self_ is not None else 0
+        by_position = name in names and 0 <= names.index(name) - offset < len(call.args)
+        by_keyword = any(k.arg == name for k in call.keywords)
+        through_stars = any(k.arg is None for k in call.keywords)
+        if not by_position and not by_keyword and through_stars and node.args.kwarg is None:
+            return False
+    return True

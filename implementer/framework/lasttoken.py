@@ -1,0 +1,166 @@
+"""Which token goes to the language-model head: the Legacy choice is replaced by one row per request."""
+
+from __future__ import annotations
+
+import ast
+
+from kvskill.analyzer.modeling.trace import stmt_in
+from kvskill.analyzer.modeling.values import Frame, Func, Tensor
+from kvskill.implementer.framework.container import Containers
+from kvskill.implementer.framework.context import Context
+from kvskill.implementer.framework.threading import thread_metadata
+from kvskill.implementer.render import render
+from kvskill.implementer.textops import insert_after, insert_before, names_read, statements
+
+__all__ = ["convert_last_token"]
+
+_PICKS = frozenset({"index_select", "gather", "getitem", "select", "take_along_dim"})
+
+
+def convert_last_token(ctx: Context, containers: Containers) -> dict[int, int]:
+    """Replace the selection; returns {function: line from which hidden states have three axes again}."""
+    run = ctx.facts.prefill
+    assert run is not None
+    frames = [f for f in containers.frames if f in run.walk.frames]
+    picks = [
+        t
+        for t in run.walk.tensors
+        if t.stream and t.op in _PICKS and t.frame in frames and _over_tokens(t) and not _inside_attention(ctx, t)
+    ]
+    if picks:
+        frame = picks[0].frame
+        assert frame is not None
+        return _replace(ctx, frame, picks)
+    return _add(ctx, frames)
+
+
+def _over_tokens(t: Tensor) -> bool:
+    mixed = t.attrs.get("mixed") or ()
+    return any(a in ("B", "S") for dim in mixed for a in dim.atoms)
+
+
+def _inside_attention(ctx: Context, t: Tensor) -> bool:
+    entries = {id(a.entry) for a in ctx.facts.attentions}
+    return t.frame is not None and any(id(f.func) in entries for f in t.frame.chain())
+
+
+def _replace(ctx: Context, frame: Frame, picks: list[Tensor]) -> dict[int, int]:
+    func = frame.func
+    assert isinstance(func, ast.FunctionDef)
+    first = stmt_in(frame, picks[0].frame, picks[0].stmt)
+    top = next((s for s in func.body if first is s or first in list(statements([s]))), None)
+    if top is None or first is None:
+        return {}
+    env = frame.env_before[id(top)]
+    sources = [
+        name for name in _ordered_reads(top) if isinstance(v := env.get(name), Tensor) and v.stream and v.rank == 3
+    ]
+    targets = [
+        n.id
+        for s in statements([top])
+        for t in _targets(s)
+        for n in ast.walk(t)
+        if isinstance(n, ast.Name) and isinstance(v := frame.values.get(id(n)), Tensor) and v.stream
+    ]
+    if not sources or not targets:
+        ctx.refuse(
+            frame.file,
+            top,
+            "KV210",
+            "How the last token is picked is not understood.",
+            "Pick it in a statement of its own.",
+        )
+        return {}
+    source, target = sources[0], targets[-1]
+    meta = thread_metadata(ctx, frame, top)
+    if meta is None:
+        ctx.refuse(frame.file, top, "KV211", "The forward metadata does not reach this function.", "Pass it on.")
+        return {}
+    text = render("framework/last_token", name=target, meta=meta)
+    if source != target:
+        text = f"{target} = {source}\n{text}"
+    index = func.body.index(top)
+    binder = None
+    for stmt in func.body[:index]:
+        if any(isinstance(n, ast.Name) and n.id == source for t in _targets(stmt) for n in ast.walk(t)):
+            binder = stmt
+    unit = ctx.unit(func, frame.file)
+    edits = ctx.edit_set(frame.file)
+    removed = {top}
+    for stmt in func.body[index + 1 :]:  # rearrangements of the picked token that follow
+        value = stmt.value if isinstance(stmt, ast.Assign) else None
+        if value is None or names_read([value]) & {target} == set() or not _reshapes(frame, stmt, target):
+            break
+        removed.add(stmt)
+    if binder is not None and source == target:
+        insert_after(edits, binder, text, "one row per request for the head", unit)
+        line = binder.end_lineno or binder.lineno
+    else:
+        insert_before(edits, top, text, "one row per request for the head", unit)
+        line = top.lineno - 1
+    ctx.use(func, {target, source, meta.split("[")[0]})
+    ctx.mark_removed(Func(func, frame.file, frame.owner), removed)
+    return {id(func): line}
+
+
+def _ordered_reads(stmt: ast.stmt) -> list[str]:
+    return [n.id for n in ast.walk(stmt) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+
+
+def _targets(stmt: ast.stmt) -> list[ast.expr]:
+    if isinstance(stmt, ast.Assign):
+        return stmt.targets
+    return [stmt.target] if isinstance(stmt, (ast.AnnAssign, ast.AugAssign)) else []
+
+
+def _reshapes(frame: Frame, stmt: ast.Assign | ast.stmt, name: str) -> bool:
+    """Is the statement `name = <rearrangement of name>`?"""
+    if not isinstance(stmt, ast.Assign) or len(stmt.targets) != 1 or not isinstance(stmt.targets[0], ast.Name):
+        return False
+    if stmt.targets[0].id != name:
+        return False
+    value = frame.values.get(id(stmt.value))
+    return isinstance(value, Tensor) and value.op in ("view", "reshape", "squeeze", "unsqueeze")
+
+
+def _add(ctx: Context, frames: list[Frame]) -> dict[int, int]:
+    """No selection: add one before the head."""
+    root = next((f for f in frames if f.parent is None), None)
+    if root is None or not isinstance(root.func, ast.FunctionDef):
+        return {}
+    func = root.func
+    head = None
+    for stmt in statements(func.body):
+        if id(stmt) not in root.env_before or not isinstance(stmt, (ast.Assign, ast.Return, ast.AnnAssign)):
+            continue
+        for node in ast.walk(stmt):
+            value = root.values.get(id(node)) if isinstance(node, ast.Call) else None
+            linear = isinstance(value, Tensor) and value.stream and value.op in ("linear", "matmul", "module")
+            if linear and isinstance(node, ast.Call) and isinstance(value, Tensor) and value.frame is root:
+                head = (stmt, node)
+                break
+        if head is not None:
+            break
+    if head is None:
+        ctx.refuse(root.file, func, "KV212", "The call of the language-model head was not found.", "Call it here.")
+        return {}
+    stmt, call = head
+    names = [
+        a.id
+        for a in [*call.args, *[k.value for k in call.keywords]]
+        if isinstance(a, ast.Name) and isinstance(v := root.values.get(id(a)), Tensor) and v.stream
+    ]
+    meta = thread_metadata(ctx, root, stmt)
+    if not names or meta is None:
+        ctx.refuse(
+            root.file,
+            stmt,
+            "KV212",
+            "The head's input has no name here.",
+            "Give the hidden states a name before the head.",
+        )
+        return {}
+    text = render("framework/last_token", name=names[0], meta=meta)
+    insert_before(ctx.edit_set(root.file), stmt, text, "one row per request for the head", ctx.unit(func, root.file))
+    ctx.use(func, {names[0], meta.split("[")[0]})
+    return {id(func): stmt.lineno - 1}

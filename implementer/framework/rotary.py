@@ -1,0 +1,154 @@
+"""Rotary tables that were read by count: a slice of the first S rows, or rows picked by kv_len.
+
+Packed tokens have their own positions: the rows are picked by position_ids.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from kvskill.analyzer.modeling.trace import ancestors
+from kvskill.analyzer.modeling.values import Frame, Func, Tensor
+from kvskill.implementer.framework.calls import add_argument, add_parameter
+from kvskill.implementer.framework.container import Containers
+from kvskill.implementer.framework.context import Context
+from kvskill.implementer.textops import names_read, replace_expr, statements
+
+__all__ = ["convert_rotary"]
+
+
+def convert_rotary(ctx: Context, containers: Containers) -> None:
+    """Find tables sliced by a token count and read them by position instead."""
+    run = ctx.facts.prefill
+    assert run is not None
+    done: set[int] = set()
+    for t in run.walk.tensors:
+        if not _by_count(t) or t.frame is None or id(t.node) in done:
+            continue
+        if not _feeds_attention(ctx, t):
+            continue
+        done.add(id(t.node))
+        _by_position(ctx, containers, t, t.frame)
+
+
+def _by_count(t: Tensor) -> bool:
+    """`table[:seq_len]`: rows by count from a table that is not the input."""
+    if t.op != "getitem" or not isinstance(t.node, ast.Subscript) or t.stream or not t.shape or not t.parents:
+        return False
+    table = t.parents[0]
+    if not isinstance(table, Tensor) or any(a.op.startswith("input:") for a in ancestors([table])):
+        return False
+    parts = t.attrs.get("parts") or []
+    return bool(parts) and isinstance(parts[0], slice) and any(a in ("S", "B") for a in t.shape[0].atoms)
+
+
+def _feeds_attention(ctx: Context, t: Tensor) -> bool:
+    run = ctx.facts.prefill
+    assert run is not None
+    from kvskill.analyzer.modeling.scores import find_attends
+
+    return any(t in ancestors([a.q, a.k]) for a in find_attends(run.walk))
+
+
+def _by_position(ctx: Context, containers: Containers, t: Tensor, frame: Frame) -> None:
+    func, node = frame.func, t.node
+    assert isinstance(node, ast.Subscript)
+    if not isinstance(func, ast.FunctionDef):
+        return
+    name = _positions(ctx, containers, frame)
+    if name is None:
+        ctx.refuse(
+            frame.file,
+            node,
+            "KV215",
+            "A rotary table is read by token count, and position_ids do not reach this function.",
+            "Pick the rows by position_ids.",
+        )
+        return
+    file = frame.file
+    base = file.segment(node.value)
+    replace_expr(ctx.edit_set(file), node, f"{base}[{name}.view(-1)]", "rows by position")
+    ctx.use(func, {name})
+    branch = _phase_branch(ctx, frame, node)
+    if branch is not None:
+        _keep_prefill(ctx, frame, *branch)
+
+
+def _positions(ctx: Context, containers: Containers, frame: Frame) -> str | None:
+    """The name of position_ids in a frame, passed on along the calls where it is missing."""
+    run = ctx.facts.prefill
+    assert run is not None and isinstance(frame.func, ast.FunctionDef)
+    env = frame.env_before.get(id(frame.func.body[0]), frame.env)
+    for name, value in env.items():
+        if isinstance(value, Tensor) and any(a.op == "input:position_ids" for a in ancestors([value])):
+            return name
+    if frame.parent is None or not isinstance(frame.call, ast.Call):
+        return None
+    parent_env = frame.parent.env_before.get(id(frame.call_stmt), frame.parent.env)
+    source = next(
+        (
+            n
+            for n, v in parent_env.items()
+            if isinstance(v, Tensor)
+            and not v.stream
+            and any(a.op == "input:position_ids" for a in ancestors([v]))
+            and v.rank in (1, 2)
+        ),
+        None,
+    )
+    if source is None:
+        return None
+    name = ctx.fresh_name(frame.func, "position_ids")
+    add_parameter(ctx, frame.file, frame.func, name)
+    add_argument(ctx, frame.parent.file, frame.call, name, source)
+    ctx.use(frame.func, {name})
+    if isinstance(frame.parent.func, ast.FunctionDef):
+        ctx.use(frame.parent.func, {source})
+    return name
+
+
+def _phase_branch(ctx: Context, frame: Frame, node: ast.AST) -> tuple[ast.If, bool] | None:
+    """The phase test around the read, and whether its body (not its else) is prefill."""
+    run = ctx.facts.prefill
+    assert run is not None
+    for test in run.walk.tests:
+        if test.frame.func is frame.func and isinstance(test.owner, ast.If) and "S" in test.axes:
+            if any(n is node for s in test.owner.body for n in ast.walk(s)):
+                return test.owner, True
+            if any(n is node for s in test.owner.orelse for n in ast.walk(s)):
+                return test.owner, False
+    return None
+
+
+def _keep_prefill(ctx: Context, frame: Frame, branch: ast.If, in_body: bool) -> None:
+    """Both phases now read by position: the prefill side stays, the test and the decode side go."""
+    func, file = frame.func, frame.file
+    assert isinstance(func, ast.FunctionDef)
+    kept, gone = (branch.body, branch.orelse) if in_body else (branch.orelse, branch.body)
+    key = id(branch)
+    if key in ctx.dropped_args:
+        return
+    ctx.dropped_args.add(key)
+    edits = ctx.edit_set(file)
+    start = file.line_starts[branch.lineno - 1]
+    first_line = file.line_starts[kept[0].lineno - 1]
+    # comments between the head and the first kept statement stay
+    head_end = first_line
+    last = kept[-1].end_lineno or kept[-1].lineno
+    tail_start = file.line_starts[last] if last < len(file.line_starts) else len(file.raw)
+    end_line = branch.end_lineno or branch.lineno
+    tail_end = file.line_starts[end_line] if end_line < len(file.line_starts) else len(file.raw)
+    edits.add(start, head_end, "", "one path for both phases")
+    if tail_end > tail_start:
+        edits.add(tail_start, tail_end, "", "one path for both phases")
+    unit = ctx.unit(func, file)
+    for line in range(kept[0].lineno, last + 1):
+        at = file.line_starts[line - 1]
+        if file.raw[at : at + len(unit)] == unit.encode():
+            edits.add(at, at + len(unit), "", "one path for both phases")
+    ctx.functions.setdefault(id(func), Func(func, file, frame.owner))
+    freed = names_read([*gone, branch.test])
+    ctx.freed.setdefault(id(func), set()).update(freed)
+    ctx.removed.setdefault(id(func), set())
+    ctx.rewritten.setdefault(id(func), set()).update(s for s in statements(gone))
+    ctx.rewritten_tests.add(id(branch.test))

@@ -1,0 +1,93 @@
+"""The plan: a pure function of facts and manifest. It says what would change, or why nothing will."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvskill.analyzer.modeling.facts import ModelFacts
+from kvskill.diagnostics import Diagnostic, Severity
+from kvskill.implementer.edits import Edit, EditSet
+from kvskill.implementer.framework.attention import convert_attention
+from kvskill.implementer.framework.blocks import convert_blocks, convert_phase_tests
+from kvskill.implementer.framework.calls import write_additions
+from kvskill.implementer.framework.container import convert_containers, find_containers
+from kvskill.implementer.framework.context import Context
+from kvskill.implementer.framework.deadcode import sweep, write_removals
+from kvskill.implementer.framework.fields import migrate_fields
+from kvskill.implementer.framework.interface import add_cache_info, add_imports, register_groups
+from kvskill.implementer.framework.lasttoken import convert_last_token
+from kvskill.implementer.framework.parallel import guard_parallel_branches
+from kvskill.implementer.framework.rotary import convert_rotary
+from kvskill.implementer.framework.threading import thread_metadata
+from kvskill.manifest import Manifest
+
+__all__ = ["Plan", "build_plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Edits by file and findings. With a blocking finding nothing may be written."""
+
+    edits: dict[str, EditSet]
+    findings: tuple[Diagnostic, ...]
+
+    @property
+    def blocking(self) -> tuple[Diagnostic, ...]:
+        return tuple(f for f in self.findings if f.severity in (Severity.BLOCKING, Severity.ERROR))
+
+    @property
+    def all_edits(self) -> list[Edit]:
+        return [e for s in self.edits.values() for e in s.ordered()]
+
+    def results(self) -> dict[str, bytes]:
+        """New contents of the files that change."""
+        out = {}
+        for shown, edit_set in self.edits.items():
+            new = edit_set.result()
+            if new != edit_set.file.raw:
+                out[shown] = new
+        return out
+
+
+def build_plan(facts: ModelFacts, manifest: Manifest) -> Plan:
+    """Plan the conversion to the framework's paged interface."""
+    ctx = Context(facts, manifest)
+    blocking = [f for f in facts.findings if f.severity is Severity.BLOCKING]
+    if blocking or not facts.attentions or facts.prefill is None:
+        return Plan({}, tuple(blocking))
+    for attention in facts.attentions:
+        _convert_one(ctx, attention)
+    containers = find_containers(facts)
+    after = convert_last_token(ctx, containers)
+    convert_rotary(ctx, containers)
+    sweep(ctx)
+    convert_containers(ctx, containers, after)
+    convert_blocks(ctx, containers, set())
+    convert_phase_tests(ctx)
+    touched = set(containers.functions) | {id(a.seam.func) for a in facts.attentions}
+    touched |= {id(a.entry) for a in facts.attentions}
+    guard_parallel_branches(ctx, touched)
+    add_cache_info(ctx)
+    register_groups(ctx)
+    migrate_fields(ctx)
+    add_imports(ctx)
+    write_removals(ctx)
+    write_additions(ctx)
+    return Plan({k: v for k, v in ctx.edits.items() if v.edits}, tuple(dict.fromkeys(ctx.findings)))
+
+
+def _convert_one(ctx: Context, attention) -> None:  # type: ignore[no-untyped-def]
+    seam = attention.seam
+    frame = next((f for f in ctx.frames_of(seam.func) if f.self_ in attention.reps), None)
+    assert frame is not None
+    meta = thread_metadata(ctx, frame, seam.anchor)
+    if meta is None:
+        ctx.refuse(
+            seam.file,
+            seam.func,
+            "KV211",
+            "The forward metadata does not reach the attention.",
+            "Take `forward_metadata` in the model's forward and pass it on.",
+        )
+        return
+    convert_attention(ctx, attention, meta)
