@@ -46,6 +46,7 @@ def _lengths(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 @click.option("--tp", type=click.IntRange(1, 8), default=1, show_default=True, help="Ranks, on gloo.")
 @click.option("--mtp", type=click.IntRange(0, 8), default=0, show_default=True, help="Draft tokens per step.")
 @click.option("--tolerance", type=float, help="Bound on max |a - b| / max |ref| (default: by dtype).")
+@click.option("--waive", multiple=True, metavar="RULE", help="Do not check this operator rule; the report says so.")
 @click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds per child process.")
 @click.option("--memory-mb", type=int, default=12000, show_default=True, help="Private memory per child process.")
 @click.option("--fast", is_flag=True, help="Only the recorded run, without its repetitions.")
@@ -83,6 +84,7 @@ def verify(model: Path | None, **given: Any) -> int:
         tp=given["tp"],
         mtp=given["mtp"],
         tolerance=given["tolerance"],
+        waive=given["waive"],
         checks=not given["fast"],
         limits=Limits(given["timeout"], given["memory_mb"]),
         keep=given["keep"],

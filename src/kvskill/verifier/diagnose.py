@@ -65,7 +65,9 @@ def child_finding(outcome: Outcome, model: ModelUnderTest, party: str) -> Diagno
     kind, message = str(error.get("type")), _one_line(error.get("message", ""))
     if kind == "OperatorRuleViolation":
         fact = f"An operator rule is broken: {message}."
-        return Diagnostic("KV406", Severity.ERROR, fact, "Change the call as the rule says.", span, data)
+        data["rule"] = error.get("rule")
+        code = str(error.get("code") or "KV406")
+        return Diagnostic(code, Severity.ERROR, fact, "Change the call as the rule says.", span, data)
     if kind in ("MissingKernel", "UnmodelledCall"):
         todo = "This path was not verified; run with --backend npu, or report the operator."
         return Diagnostic("KV432", Severity.ERROR, f"{message}.", todo, span, data)

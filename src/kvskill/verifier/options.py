@@ -48,6 +48,7 @@ class VerifyOptions:
     tp: int = 1
     mtp: int = 0
     tolerance: float | None = None
+    waive: tuple[str, ...] = ()
     checks: bool = True
     limits: Limits = Limits()
     keep: Path | None = None

@@ -6,14 +6,14 @@ site-packages of another interpreter, whose torch must not shadow this one's.
 
 import importlib.util
 import json
-import os
 import sys
+from pathlib import Path
 
 
 def load_package(folder: str) -> None:
     """Make `import kvskill` work from `folder`."""
     spec = importlib.util.spec_from_file_location(
-        "kvskill", os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
+        "kvskill", Path(folder) / "__init__.py", submodule_search_locations=[folder]
     )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -26,8 +26,7 @@ def main() -> None:
     folder, job_file = sys.argv[1:3]
     sys.path.pop(0)  # this script's folder
     load_package(folder)
-    with open(job_file, encoding="utf-8") as handle:
-        job = json.load(handle)
+    job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     from kvskill.verifier.child.main import run_job
 
     sys.exit(run_job(job))

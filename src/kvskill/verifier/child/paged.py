@@ -3,6 +3,8 @@
 1. recorded: permuted block ids, NaN in the null block and in every block that nobody owns;
 2. again: nothing is reset, so blocks are reused in another order with stale data in them;
 3. staggered: large finite poison, requests in reverse order, ends at different steps (rows move up, idle rows).
+
+The repetitions end earlier than the recorded run: long enough to fill a block and to start the next.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from kvskill.verifier.child.caches import Caches
 from kvskill.verifier.child.framework import serves_idle_rows
 from kvskill.verifier.child.links import check, release_link
 from kvskill.verifier.child.target import FINITE_POISON, Tap
+from kvskill.verifier.kernels.rules.warnings import take_warnings
 
 __all__ = ["run_paged"]
 
@@ -48,6 +51,10 @@ def run_paged(target: Any, caches: Caches, cache_info: Any, job: dict[str, Any],
     arrays = recorder.arrays()
     first = recorder.logits
     result["observations"] = observer.to_json()
+    result["rule_warnings"] = [
+        {"rule": h.rule, "code": h.code, "source": h.source, "message": f"{h.op}: {h.message}", "count": n}
+        for h, n in take_warnings().items()
+    ]
     result["problems"] = recorder.problems
     result["first_decode"] = {str(r): n for r, n in recorder.first_decode.items()}
     result["permuted"] = caches.permuted
@@ -73,16 +80,19 @@ def _metamorphic(
     result["phase"] = "run again"
     caches.start(None)
     recorder.begin(keep_hidden=False)
-    _waves(target, recorder, waves, job, result, "release.no-leak")
+    steps = int(job["steps"])
+    requests = range(len(job["prompts"]))
+    ends = dict.fromkeys(requests, min(steps, int(job["block_size"]) + 2))
+    _waves(target, recorder, waves, job, result, "release.no-leak", ends)
     arrays.update(_judge(result, "run.again", first, recorder, "same run, blocks reused in another order", "again/"))
 
     result["phase"] = "run staggered"
     caches.permute(int(job["seed"]) + 1)
     caches.start(FINITE_POISON)
     recorder.begin(keep_hidden=False)
-    steps = int(job["steps"])
-    stagger = {r: max(2, steps - 5 * r) for r in range(len(job["prompts"]))} if idle else None
-    _waves(target, recorder, [w[::-1] for w in waves[::-1]], job, result, "release.staggered", stagger)
+    ends = {r: min(steps, 12) - (3 * (r % 4) if idle else 0) for r in requests}
+    ends = {r: max(1, n) for r, n in ends.items()}
+    _waves(target, recorder, [w[::-1] for w in waves[::-1]], job, result, "release.staggered", ends)
     text = "reverse order, finite poison" + (", ends at different steps" if idle else "")
     arrays.update(_judge(result, "run.staggered", first, recorder, text, "staggered/"))
     return arrays
@@ -104,6 +114,7 @@ def _waves(
     for wave in waves:
         scheduler.reset()
         recorder.requests = {}
+        recorder.steps.clear()
         for request in wave:
             recorder.requests[scheduler.add_request(f"#{request}")] = request
         limit = 4 * (int(job["steps"]) + len(wave)) + 16
@@ -126,12 +137,12 @@ def _stagger(scheduler: Any, recorder: Any, stagger: dict[int, int]) -> Any:
     original = getattr(scheduler, "_should_finish", None)
     if original is None:
         return None
-    steps: dict[int, int] = {}
+    steps = recorder.steps
 
     def should_finish(request: Any) -> bool:
-        number = recorder.requests[request.request_id]
-        steps[number] = steps.get(number, 0) + 1
-        return bool(original(request)) or steps[number] >= stagger[number]
+        steps[request.request_id] = steps.get(request.request_id, 0) + 1
+        limit = stagger[recorder.requests[request.request_id]]
+        return bool(original(request)) or steps[request.request_id] >= limit
 
     scheduler._should_finish = should_finish
 

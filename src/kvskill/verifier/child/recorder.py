@@ -24,6 +24,7 @@ class Recorder:
         self.prompts: list[int] = job["prompts"]
         self.next_n = int(job["next_n"])
         self.requests: dict[int, int] = {}
+        self.steps: dict[int, int] = {}
         self.rows: list[int] = []
         self.recording = False
         self.keep_hidden = False
@@ -63,7 +64,7 @@ class Recorder:
             if self.on_forward is not None:
                 self.on_forward()
             self.tap.clear()
-            with self.tap.calls() as calls:
+            with self.tap.calls(self.keep_hidden and not draft) as calls:
                 output, seconds = inference(model_inputs, is_prefill, *args, **kwargs)
             metadata = model_inputs["forward_metadata"]
             if not draft:
