@@ -8,7 +8,7 @@ from typing import Any
 
 from kvskill.analyzer.modeling.facts import AttentionFacts, ModelFacts
 from kvskill.analyzer.modeling.program import Program, load_program, source_files
-from kvskill.analyzer.modeling.reader import read_program
+from kvskill.analyzer.modeling.reader import entry_class, read_program
 from kvskill.analyzer.resolve import Place
 from kvskill.analyzer.selection.code import CodeView, Seen
 from kvskill.analyzer.target import FieldUse, Registered
@@ -60,6 +60,8 @@ def open_code(place: Place, registered: Sequence[Registered]) -> Code:
         raise _no_model(place)
     code = Code(place, program, registered)
     _one_entry(code)
+    if code.entry is None and entry_class(program) is None:
+        raise _no_model(place)
     return code
 
 

@@ -30,7 +30,7 @@ class Formulas:
     legacy_seq_len: str
     max_total_len_at: Span | None = None
     legacy_at: Span | None = None
-    partitions: bool = True  # offline_prefill_dp_group_size exists
+    partitions: bool = True  # the batch is divided by offline_prefill_dp_group_size
     alignment: int = 0  # bytes to which each cache tensor is aligned, 0 none
 
     def total(self, run: RunSettings) -> int:
@@ -48,7 +48,7 @@ def newest_formulas() -> Formulas:
     return Formulas(table["max_total_len"][-1]["offline"], table["legacy_seq_len"][-1]["offline"])
 
 
-def read_formulas(tree: SourceTree | None, *, partitions: bool) -> Formulas:
+def read_formulas(tree: SourceTree | None) -> Formulas:
     """The formulas that the target's source states; the newest known ones where it states none that can be
     read.
     """
@@ -64,7 +64,7 @@ def read_formulas(tree: SourceTree | None, *, partitions: bool) -> Formulas:
         legacy[0] if legacy else newest.legacy_seq_len,
         total[1] if total else None,
         legacy[1] if legacy else None,
-        partitions,
+        _partitions(tree),
         _alignment(tree),
     )
 
@@ -98,32 +98,40 @@ def itemsize(dtype: str) -> int:
 
 
 def _offline_expression(tree: SourceTree, name: str, function: str | None = None) -> tuple[str, Span] | None:
-    """The offline value assigned to a name or attribute, rewritten over the table's symbols."""
-    known = load_yaml("memory_formulas.yaml")["symbols"]
+    """The offline value of a name, attribute or method, rewritten over the table's symbols.
+
+    The value may be assigned (`self.max_total_len = ...`) or returned by a method of that name, and it may be a call
+    of another such method without arguments.
+    """
     hits = []
-    for file in tree.containing(rf"\b{name}\s*="):
-        for online, func, stmt in _assignments(file):
-            target = stmt.targets[0]
-            text = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", None)
-            if text != name or (function is not None and func != function):
+    for file in tree.containing(rf"\b{name}\b"):
+        for online, func, stmt in _steps(file):
+            if not _gives(stmt, func, name) or (function is not None and func != function):
                 continue
-            expression = _rewrite(stmt.value, known)
+            expression = _rewrite(getattr(stmt, "value", None), tree, 0)
             if expression is not None:
                 hits.append((online, expression, file.span(stmt)))
     hits.sort(key=lambda h: h[0])  # the offline branch first
     return (hits[0][1], hits[0][2]) if hits else None
 
 
-def _assignments(file: SourceFile) -> Iterator[tuple[bool, str, ast.Assign]]:
-    """(runs only online, enclosing function, statement) of every assignment inside functions."""
+def _gives(stmt: ast.stmt, func: str, name: str) -> bool:
+    """Whether a statement sets the name, or returns from the method of that name."""
+    if isinstance(stmt, ast.Return):
+        return func == name
+    target = stmt.targets[0] if isinstance(stmt, ast.Assign) else None
+    return (target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", None)) == name
 
-    def walk(body: list[ast.stmt], online: bool, func: str) -> Iterator[tuple[bool, str, ast.Assign]]:
+
+def _steps(file: SourceFile) -> Iterator[tuple[bool, str, ast.stmt]]:
+    """(runs only online, enclosing function, statement) of every assignment and return."""
+
+    def walk(body: list[ast.stmt], online: bool, func: str) -> Iterator[tuple[bool, str, ast.stmt]]:
         for stmt in body:
-            if isinstance(stmt, ast.Assign):
+            if isinstance(stmt, (ast.Assign, ast.Return)):
                 yield online, func, stmt
             elif isinstance(stmt, ast.If):
-                switch = any("online" in ast.unparse(n) for n in [stmt.test])
-                yield from walk(stmt.body, online or switch, func)
+                yield from walk(stmt.body, online or "online" in ast.unparse(stmt.test), func)
                 yield from walk(stmt.orelse, online, func)
             elif isinstance(stmt, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 yield from walk(stmt.body, online, stmt.name)
@@ -133,18 +141,32 @@ def _assignments(file: SourceFile) -> Iterator[tuple[bool, str, ast.Assign]]:
     yield from walk(file.tree.body, False, "")
 
 
-def _rewrite(node: ast.expr, known: Mapping[str, str]) -> str | None:
-    """`self.a + self.b.c * (d + 1)` over the last names, or None when it holds anything else."""
+def _rewrite(node: ast.expr | None, tree: SourceTree, depth: int) -> str | None:
+    """`self.a + self.b.c * (d + 1)` over the table's names, or None when it holds anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return str(node.value)
     if isinstance(node, (ast.Name, ast.Attribute)):
         name = node.id if isinstance(node, ast.Name) else node.attr
-        return name if name in known else None
+        return name if name in load_yaml("memory_formulas.yaml")["symbols"] else None
+    if isinstance(node, ast.Call) and not node.args and not node.keywords and depth < 3:
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        return _returned(tree, name, depth + 1)
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv)):
-        left, right = _rewrite(node.left, known), _rewrite(node.right, known)
+        left, right = _rewrite(node.left, tree, depth), _rewrite(node.right, tree, depth)
         sign = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//"}[type(node.op)]
         return f"({left} {sign} {right})" if left is not None and right is not None else None
     return None
+
+
+def _returned(tree: SourceTree, name: str, depth: int) -> str | None:
+    """What a method without arguments returns offline; None when several definitions differ."""
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    for file in tree.containing(rf"def\s+{name}\b"):
+        for online, func, stmt in _steps(file):
+            if isinstance(stmt, ast.Return) and func == name:
+                found[online].add(_rewrite(stmt.value, tree, depth) or "")
+    offline = found[False]
+    return offline.pop() or None if len(offline) == 1 else None
 
 
 def _value(node: ast.expr, values: Mapping[str, int]) -> int:
@@ -163,6 +185,14 @@ def _value(node: ast.expr, values: Mapping[str, int]) -> int:
         if isinstance(node.op, ast.FloorDiv):
             return left // right
     raise ValueError(f"not a length expression: {ast.unparse(node)}")
+
+
+def _partitions(tree: SourceTree) -> bool:
+    """Whether block sizing divides the batch by the offline prefill group: the code that sizes blocks reads it."""
+    sizing = tree.containing(r"def\s+calculate_block_num\b")
+    folders = {file.path.parent for file in sizing}
+    readers = tree.containing(r"\.offline_prefill_dp_group_size\b")
+    return any(file.path.parent in folders for file in readers)
 
 
 def _alignment(tree: SourceTree) -> int:

@@ -16,7 +16,7 @@ from kvskill.analyzer.yamls import RunSettings
 from kvskill.diagnostics import Diagnostic, InputError, Severity, Span
 from kvskill.manifest import MemoryPlan
 
-__all__ = ["CacheGeometry", "parse_what_if", "plan_memory"]
+__all__ = ["CacheGeometry", "parse_what_if", "plan_memory", "plan_standalone"]
 
 _WHAT_IF = {
     "batch": "batch_size",
@@ -115,6 +115,33 @@ def plan_memory(caches: Sequence[CacheGeometry], run: RunSettings, formulas: For
         paged_bytes=paged,
         padding_bytes=padding,
         blocks=dict(sorted(blocks.items())),
+    )
+
+
+def plan_standalone(caches: Sequence[CacheGeometry], run: RunSettings, yaml: str | None) -> MemoryPlan:
+    """The plan of a runner that allocates for itself: every row gets `ceil(length / block_size)` blocks, no null block.
+
+    The length is prompt plus new tokens; a sliding layer keeps its whole length, because the table never changes.
+    """
+    length = run.input_len + run.max_new_tokens
+    rows = run.batch_per_rank
+    count = rows * -(-length // run.block_size)
+    live = [c for c in caches if run.next_n > 0 or not c.mtp]
+    paged = sum(c.layers * count * run.block_size * c.token_elems(run.attn_tp_size) * c.itemsize for c in live)
+    legacy = rows * length * _legacy_elems(live, run.attn_tp_size)
+    return MemoryPlan(
+        yaml=yaml,
+        batch_size=run.batch_size,
+        batch_per_rank=rows,
+        input_len=run.input_len,
+        max_new_tokens=run.max_new_tokens,
+        tp=run.attn_tp_size,
+        block_size=run.block_size,
+        next_n=run.next_n,
+        max_total_len=length,
+        legacy_bytes=legacy * int(load_yaml("memory_formulas.yaml")["legacy_itemsize"]),
+        paged_bytes=paged,
+        blocks={"runner": count},
     )
 
 

@@ -41,11 +41,11 @@ def to_json(analysis: Analysis) -> dict[str, Any]:
         "exit_code": int(analysis.exit_code),
         "manifest": m.model_dump(mode="json"),
         "findings": [f.to_json() for f in analysis.findings],
-        "config": {"source": analysis.config.kind, "shown": analysis.config.shown},
+        "config": {"source": analysis.base.source.kind, "shown": analysis.base.source.shown},
         "memory": [p.model_dump(mode="json") for p in analysis.plans],
         "what_if": None if analysis.what_if is None else analysis.what_if.model_dump(mode="json"),
         "yaml_differences": {
-            k: [{"yaml": y, "value": v} for y, v in rows] for k, rows in differences(analysis.yamls).items()
+            k: [{"yaml": y, "value": v} for y, v in rows] for k, rows in differences(analysis.base.yamls).items()
         },
         "features": [{"id": f.id, "on": f.on, "at": [str(s) for s in f.spans[:5]]} for f in analysis.features],
         "written": None if analysis.written is None else m.model.folder + "/kv_manifest.yaml",
@@ -113,9 +113,9 @@ def _found(a: Analysis) -> Iterator[str]:
     classes = ", ".join(c for c in (m.model.causal_lm, *m.model.attention) if c)
     if classes:
         yield f"  classes   {classes}"
-    note = f" (through {a.config.note})" if a.config.note and a.config.kind == "yaml" else ""
-    kind = " (defaults of the class; no config.json at hand)" if a.config.kind == "class" else note
-    yield f"  config    {a.config.shown}{kind}"
+    note = f" (through {a.base.source.note})" if a.base.source.note and a.base.source.kind == "yaml" else ""
+    kind = " (defaults of the class; no config.json at hand)" if a.base.source.kind == "class" else note
+    yield f"  config    {a.base.source.shown}{kind}"
     yield f"  layers    {compact(m.layer_pattern)}   {_legend(m.layer_pattern)}"
     t = m.target
     where = "target repository" if t.found else "no target repository: newest API assumed"
@@ -124,15 +124,15 @@ def _found(a: Analysis) -> Iterator[str]:
     )
     releases = ", ".join(t.torch_npu) if len(t.torch_npu) <= 4 else f"{t.torch_npu[0]} .. {t.torch_npu[-1]}"
     yield f"  torch_npu {releases or 'not named'} ({t.torch_npu_source})"
-    if a.yamls:
-        able = [y for y in a.yamls if y.era != "other"]
-        varying = ", ".join(sorted(differences(a.yamls)))
-        yield f"  yaml      {len(able)} of {len(a.yamls)} with cache settings" + (
+    if a.base.yamls:
+        able = [y for y in a.base.yamls if y.era != "other"]
+        varying = ", ".join(sorted(differences(a.base.yamls)))
+        yield f"  yaml      {len(able)} of {len(a.base.yamls)} with cache settings" + (
             f"; they differ in {varying}" if varying else ""
         )
-    if a.progress is not None:
-        said = [f"{k} {s.value[:40]}" for k in ("npu", "cards", "state") if (s := a.progress.first(k)) is not None]
-        yield f"  progress  {a.progress.shown}" + (f": {', '.join(said)}" if said else "")
+    if a.base.progress is not None:
+        said = [f"{k} {s.value[:40]}" for k in ("npu", "cards", "state") if (s := a.base.progress.first(k)) is not None]
+        yield f"  progress  {a.base.progress.shown}" + (f": {', '.join(said)}" if said else "")
 
 
 def _decided(m: Manifest) -> Iterator[str]:
@@ -175,7 +175,7 @@ def _call(c: FaCall) -> str:
 
 
 def _memory(p: MemoryPlan) -> str:
-    name = "what-if" if p.yaml is None else p.yaml.rsplit("/", 1)[-1]
+    name = "what-if" if p.yaml is None else p.yaml.split("/config/")[-1]
     blocks = ", ".join(f"{k} {v}" for k, v in p.blocks.items())
     shape = f"batch {p.batch_size}, len {p.input_len}+{p.max_new_tokens}, tp {p.tp}, block {p.block_size}"
     return f"  {name}: Legacy {_bytes(p.legacy_bytes)}, Paged {_bytes(p.paged_bytes)} ({shape}; blocks {blocks})"

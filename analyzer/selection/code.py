@@ -27,10 +27,10 @@ class Seen:
 class CodeView:
     """Facts of the modeling files that decisions rest on.
 
-    `grounds` are properties of the attention that the paged path cannot express, by rule id of the ground
-    (softcap, bias, non-causal, cross, block-sparse, chunked). `windows` says whether the code applies a
-    window at all: None not seen, else the expression. `owns_state` names state that `init_cache` allocates
-    beside K/V.
+    `grounds` are properties of the attention that the paged path cannot express, by name of the ground (softcap,
+    bias, non-causal, cross, block-sparse, chunked). `layer_windows` gives, per layer that was understood, the window
+    that the code applies (None: full attention); None as a whole where no attention was understood. `owns_state`
+    names state that `init_cache` allocates beside K/V.
     """
 
     model: ModelRef
@@ -38,8 +38,7 @@ class CodeView:
     grounds: dict[str, Seen] = field(default_factory=dict)
     sinks: Seen | None = None
     antiquant: Seen | None = None
-    windows: Seen | None = None
-    reads_windows: bool = True
+    layer_windows: dict[int, Seen | None] | None = None
     scale: Seen | None = None
     kv_heads: Seen | None = None
     sublayers: int = 1

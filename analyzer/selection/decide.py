@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvskill.analyzer.config import ConfigFacts
+from kvskill.analyzer.config.facts import ConfigFacts
 from kvskill.analyzer.selection.code import CodeView
 from kvskill.analyzer.selection.features import Feature
 from kvskill.analyzer.selection.grounds import (
@@ -202,7 +202,7 @@ def _sinks(given: SelectionInput) -> Evidence | None:
     """Where sinks come from: the code wins."""
     if given.code is not None and given.code.sinks is not None:
         return Evidence(kind="code", ref=str(given.code.sinks.span), note=given.code.sinks.value)
-    if given.facts.sinks.value != "no" and given.code is None:
+    if given.facts.sinks.value != "no" and (given.code is None or given.code.layer_windows is None):
         keys = ",".join(given.facts.sinks.evidence.keys)
         return Evidence(kind="config", ref=f"{given.facts.shown}:{keys}", note=given.facts.sinks.value)
     return None
@@ -277,7 +277,7 @@ def _disagreements(given: SelectionInput) -> list[Diagnostic]:
                 code.attention_kind.span,
             )
         )
-    if code.sinks is None and facts.sinks.value != "no":
+    if code.layer_windows is not None and code.sinks is None and facts.sinks.value != "no":
         out.append(
             Diagnostic(
                 "KV088",

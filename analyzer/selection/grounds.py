@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvskill.analyzer.config import ConfigFacts
+from kvskill.analyzer.config.facts import ConfigFacts
 from kvskill.analyzer.selection.code import CodeView
 from kvskill.diagnostics import Diagnostic, Severity, Span
 from kvskill.manifest import Evidence, Group, TargetProfile
@@ -57,8 +57,8 @@ def code_grounds(code: CodeView | None, facts: ConfigFacts | None) -> tuple[Grou
     out = []
     for name, seen in (code.grounds if code is not None else {}).items():
         number, verb = _IN_CODE[name]
-        text = f"the attention {verb} ({seen.value}) at {seen.span}"
-        finding = Diagnostic(number, Severity.WARNING, f"The attention {verb}: {seen.value}.", _TODO, seen.span)
+        text = f"the attention {verb} at {seen.span}"
+        finding = Diagnostic(number, Severity.WARNING, f"The attention {verb}.", _TODO, seen.span)
         out.append(Ground(text, Evidence(kind="code", ref=str(seen.span), note=seen.value), finding))
     return tuple(out)
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvskill.analyzer.config import ConfigFacts
-from kvskill.analyzer.config.facts import KvGroup
+from kvskill.analyzer.config.facts import ConfigFacts, KvGroup
 from kvskill.analyzer.memory import CacheGeometry
 from kvskill.analyzer.memory.formulas import itemsize
 from kvskill.analyzer.selection.calls import fa_calls, mla_prefill_form
@@ -106,7 +105,9 @@ def _group(
         mla_prefill=prefill_form,
     )
     scale = next((x.scale for x in facts.layers if x.index in raw.indices), None)
-    sinks = facts.sinks.value != "no" or (code is not None and code.sinks is not None)
+    understood = code is not None and code.layer_windows is not None  # then the code wins
+    sinks = code is not None and code.sinks is not None
+    sinks = sinks or (facts.sinks.value != "no" and not understood)
     return (
         Group(
             layers=raw.indices,

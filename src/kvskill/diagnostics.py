@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Refusal",
     "Severity",
     "Span",
+    "as_warning",
 ]
 
 _CODE = re.compile(r"KV\d{3}$")
@@ -86,6 +87,11 @@ class Diagnostic:
         out = asdict(self)
         out["severity"] = self.severity.value
         return out
+
+
+def as_warning(finding: Diagnostic) -> Diagnostic:
+    """The same finding where it does not stop anything."""
+    return replace(finding, severity=Severity.WARNING)
 
 
 class KvskillError(Exception):

@@ -11,10 +11,34 @@ from kvskill.diagnostics import InputError, Severity
 from kvskill.embedded import materialise
 
 ERAS = {
-    "2026-03": {"paged": False, "block_size_on": "entry", "registers_groups": False, "input_era": "padded-2d", "lazy": False},
-    "2026-04": {"paged": True, "block_size_on": "model", "registers_groups": False, "input_era": "packed-1d", "lazy": False},
-    "2026-06": {"paged": True, "block_size_on": "entry", "registers_groups": True, "input_era": "packed-1d", "lazy": True},
-    "2026-08": {"paged": True, "block_size_on": "entry", "registers_groups": True, "input_era": "packed-1d", "lazy": True},
+    "2026-03": {
+        "paged": False,
+        "block_size_on": "entry",
+        "registers_groups": False,
+        "input_era": "padded-2d",
+        "lazy": False,
+    },
+    "2026-04": {
+        "paged": True,
+        "block_size_on": "model",
+        "registers_groups": False,
+        "input_era": "packed-1d",
+        "lazy": False,
+    },
+    "2026-06": {
+        "paged": True,
+        "block_size_on": "entry",
+        "registers_groups": True,
+        "input_era": "packed-1d",
+        "lazy": True,
+    },
+    "2026-08": {
+        "paged": True,
+        "block_size_on": "entry",
+        "registers_groups": True,
+        "input_era": "packed-1d",
+        "lazy": True,
+    },
 }
 
 
