@@ -44,6 +44,10 @@ class ExecutionEngine:
     def model(self):
         return self.main_worker.model
 
+    @property
+    def mtp_model(self):
+        return None
+
     def _build_model_inputs(self, input_ids, is_prefill, batch=None, cycle_idx=0):
         """Keyword arguments of forward; the global forward metadata describes the same step."""
         rows, length = input_ids.shape
