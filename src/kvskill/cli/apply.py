@@ -65,7 +65,7 @@ def _count(data: bytes) -> int:
 
 def _print(done: Applied, show_diff: bool) -> None:
     if show_diff:
-        from moreorless.unified_diff import unified_diff
+        from moreorless import unified_diff
 
         for change in done.changes:
             old, new = (t.decode("utf-8", errors="replace") for t in (change.old, change.new))
