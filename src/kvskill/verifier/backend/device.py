@@ -1,4 +1,7 @@
-"""Device npu served by the CPU: constructors and moves are mapped, `.npu()` is the identity."""
+"""Device npu served by the CPU: constructors and moves are mapped, `.npu()` is the identity.
+
+`torch.device("npu")` is mapped as well, so that it equals the device of the tensors made with it.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device as torch_device
 
 __all__ = ["NpuOnCpu", "install_device_map", "to_cpu"]
-
-_MOVES = frozenset({"to", "cuda", "npu", "empty_like", "pin_memory"})
-
 
 def to_cpu(device: Any) -> Any:
     """`cpu` for any spelling of an npu device, everything else unchanged."""

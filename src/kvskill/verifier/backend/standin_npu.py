@@ -79,34 +79,37 @@ def _seed(seed: int) -> None:
     torch.default_generator.manual_seed(int(seed))
 
 
-def _queries() -> dict[str, Any]:
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
+def _nothing() -> Any:
+    # a new function each time: dynamo keeps one rule for each function object
+    return lambda *args, **kwargs: None
 
+
+def _queries() -> dict[str, Any]:
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "set_device": nothing,
-        "synchronize": nothing,
-        "empty_cache": nothing,
+        "set_device": _nothing(),
+        "synchronize": _nothing(),
+        "empty_cache": _nothing(),
         "mem_get_info": lambda device=None: (60 * _GIB, 64 * _GIB),
         "memory_allocated": lambda device=None: 0,
         "max_memory_allocated": lambda device=None: 0,
         "memory_reserved": lambda device=None: 0,
         "max_memory_reserved": lambda device=None: 0,
-        "reset_peak_memory_stats": nothing,
+        "reset_peak_memory_stats": _nothing(),
         "get_device_name": lambda device=None: "kvskill CPU stand-in",
         "manual_seed": _seed,
         "manual_seed_all": _seed,
-        "init": nothing,
-        "_lazy_init": nothing,
+        "init": _nothing(),
+        "_lazy_init": _nothing(),
         "_is_in_bad_fork": lambda: False,
+        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
         "current_stream": lambda device=None: Stream(),
         "default_stream": lambda device=None: Stream(),
         "stream": _stream,
-        "set_stream": nothing,
+        "set_stream": _nothing(),
         "Stream": Stream,
         "Event": Event,
     }

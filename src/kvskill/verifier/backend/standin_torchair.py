@@ -1,4 +1,4 @@
-"""Stand-in for `torchair`: scopes and tags that do nothing, a backend that runs the captured graph as it is.
+"""Stand-in for `torchair`: scopes and tags that do nothing, a compile backend that leaves the code as it is.
 
 `torchair.ops.*` attention takes tensors for its lengths (library `air`); here they are read and handed to the
 operator of the same name in torch.ops.npu, so that graph-mode code paths can be run eagerly.
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["torchair_modules"]
+__all__ = ["leave_uncompiled", "torchair_modules"]
 
 _LENGTHS = frozenset(
     {"actual_seq_lengths", "actual_seq_lengths_kv", "actual_seq_qlen", "actual_seq_kvlen", "actual_shared_prefix_len"}
@@ -56,11 +56,24 @@ class _Config(types.SimpleNamespace):
         return child
 
 
-def _backend(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-    def run_graph(graph: Any, inputs: Any) -> Any:
-        return graph.forward
+def _run_graph(graph: Any, inputs: Any) -> Any:
+    return graph.forward
 
-    return run_graph
+
+def _backend(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+    return _run_graph
+
+
+def leave_uncompiled() -> None:
+    """Make `torch.compile(f, backend=get_npu_backend(...))` return `f`: nothing is captured on this backend."""
+    real = torch.compile
+
+    def compile_or_not(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("backend") is not _run_graph:
+            return real(model, *args, **kwargs)
+        return (lambda inner: inner) if model is None else model
+
+    torch.compile = compile_or_not
 
 
 def torchair_modules() -> dict[str, types.ModuleType]:

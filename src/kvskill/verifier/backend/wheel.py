@@ -33,7 +33,7 @@ def install_backend(release: str | None) -> dict[str, Any]:
     from kvskill.verifier.backend.device import install_device_map
     from kvskill.verifier.backend.library import implement_operators
     from kvskill.verifier.backend.standin_npu import serve_queries
-    from kvskill.verifier.backend.standin_torchair import torchair_modules
+    from kvskill.verifier.backend.standin_torchair import leave_uncompiled, torchair_modules
 
     load_stubs(build_stubs(Path(str(dist.locate_file("torch_npu"))), dist.version))
     module_to = torch.nn.Module.to
@@ -47,5 +47,6 @@ def install_backend(release: str | None) -> dict[str, Any]:
     serve_queries(torch.npu)
     implement_operators()
     sys.modules.update(torchair_modules())
+    leave_uncompiled()
     install_device_map()
     return {"torch": torch.__version__, "torch_npu": dist.version}

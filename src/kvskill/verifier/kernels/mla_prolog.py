@@ -60,7 +60,7 @@ def mla_prolog_v3(
         _write(cache, rows, cache_index.flatten().tolist(), cache_mode, length)
     unused = torch.zeros(1, dtype=torch.float32)
     norm = cq.reshape(*lead, -1).to(token_x.dtype) if query_norm_flag else torch.zeros(1, dtype=token_x.dtype)
-    shaped = (t.reshape(*lead, heads, -1).to(token_x.dtype) for t in (query, query_rope))
+    shaped = (t.reshape(*lead, heads, -1).to(token_x.dtype).contiguous() for t in (query, query_rope))
     return (*shaped, unused, norm, unused.clone())
 
 
