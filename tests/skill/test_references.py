@@ -71,9 +71,7 @@ def test_code_blocks_call_operators_as_released(page: Path) -> None:
 def test_rule_pages_show_a_legal_replacement(page: Path) -> None:
     instead = page.read_text(encoding="utf-8").split("## Use instead")[1]
     for block in fences(instead, "python"):
-        ast.parse(block)
-        if "(...)" not in block:
-            assert wrong_calls(block) == []
+        assert wrong_calls(block) == []
 
 
 def test_the_call_check_is_not_blind() -> None:

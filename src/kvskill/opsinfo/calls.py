@@ -1,7 +1,7 @@
 """Checks the operator calls in a piece of Python text against the schemas of a torch_npu release.
 
 Static: the text is parsed, never run. A call is recognised by its last attribute (`torch_npu.X`,
-`torch.ops.npu.X`, `self.fa_ops.X`); calls that spread `**kwargs` are checked for what they show.
+`torch.ops.npu.X`, `self.fa_ops.X`); calls that spread `**kwargs` or hold a literal `...` are checked for what they show.
 """
 
 from __future__ import annotations
@@ -36,6 +36,13 @@ def _name(func: ast.expr) -> str | None:
     return func.id if isinstance(func, ast.Name) else None
 
 
+def _spread(call: ast.Call) -> bool:
+    """True when the call shows only a part of its arguments: `*args`, `**kwargs`, or a literal `...`."""
+    parts = [k.arg is None for k in call.keywords]
+    parts += [isinstance(a, ast.Starred) or (isinstance(a, ast.Constant) and a.value is ...) for a in call.args]
+    return any(parts)
+
+
 def _fa_version(operator: str) -> int | None:
     row = reference_data("operators/fused_infer_attention")["operators"].get(operator)
     return int(row["version"]) if row else None
@@ -54,7 +61,7 @@ def _other_version(keyword: str, version: int) -> str | None:
 
 def _against(call: ast.Call, schema: Schema) -> list[str]:
     out = []
-    spread = any(k.arg is None for k in call.keywords) or any(isinstance(a, ast.Starred) for a in call.args)
+    spread = _spread(call)
     positional = schema.positional
     if not spread and len(call.args) > len(positional):
         out.append(f"{len(call.args)} positional arguments, at most {len(positional)} allowed")
@@ -77,7 +84,7 @@ def _against(call: ast.Call, schema: Schema) -> list[str]:
 def _attention_rules(call: ast.Call, version: int) -> list[str]:
     """Rules that the schema cannot state: defaults that are silent, and the other version's names."""
     keywords = {k.arg: k.value for k in call.keywords if k.arg}
-    spread = any(k.arg is None for k in call.keywords)
+    spread = _spread(call)
     out = []
     for name in keywords:
         same = _other_version(name, version)
