@@ -19,7 +19,8 @@ out = {}
 out["factory"] = [str(t.device) for t in (
     torch.zeros(2, device="npu"), torch.ones(2, device="npu:0"), torch.tensor([1], device=torch.device("npu", 0)),
     torch.empty_like(torch.ones(2), device="npu"), torch.arange(3, device="npu"), torch.randn(2).npu(),
-    torch.randn(2).to("npu"), torch.randn(2).to(torch.device("npu:0"), torch.float16), torch.full((2,), 1., device="npu"),
+    torch.randn(2).to("npu"), torch.randn(2).to(torch.device("npu:0"), torch.float16),
+    torch.full((2,), 1., device="npu"),
     torch.randn(2).to(device="npu", non_blocking=True), torch.zeros(2, pin_memory=True), torch.ones(2).pin_memory())]
 with torch.device("npu"):
     out["context"] = str(torch.ones(2).device)
@@ -51,7 +52,8 @@ except RuntimeError as error:
 import torchair.ge_concrete_graph.ge_converter.experimental.patch_for_hcom_allreduce
 from torchair.configs.compiler_config import CompilerConfig
 config = CompilerConfig(); config.experimental_config.frozen_parameter = True; config.mode = "max-autotune"
-with torchair.scope.npu_stream_switch("1", 3), torchair.scope.super_kernel("s", ""), torchair.scope.limit_core_num(1, 1):
+scope = torchair.scope
+with scope.npu_stream_switch("1", 3), scope.super_kernel("s", ""), scope.limit_core_num(1, 1):
     tag = torchair.ops.npu_create_tagged_event(tag="t")
     torchair.ops.npu_tagged_event_record(tag); torchair.ops.npu_tagged_event_wait(tag)
 torchair.patch_for_hcom()

@@ -117,12 +117,13 @@ def test_the_script_reproduces_the_table_from_the_installed_wheel(tmp_path):
     out = tmp_path / "table.json"
     out.write_text(json.dumps({**table.raw, "schemas": [], "sets": [], "releases": {}}), encoding="utf-8")
     script = ROOT / "scripts/derive_op_schemas.py"
-    done = subprocess.run([sys.executable, str(script), "--installed", "--out", str(out)], capture_output=True, text=True)
+    command = [sys.executable, str(script), "--out", str(out)]
+    done = subprocess.run([*command, "--installed"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     made = json.loads(out.read_text(encoding="utf-8"))
     assert sorted(made["schemas"]) == sorted(table.schemas(version).values())
     # written in canonical form: the shipped file is what the script writes
-    again = subprocess.run([sys.executable, str(script), "--out", str(out)], capture_output=True, text=True)
+    again = subprocess.run(command, capture_output=True, text=True)
     assert again.returncode == 0 and json.loads(out.read_text()) == made
 
 

@@ -103,9 +103,10 @@ def expected(case: Case, d: SimpleNamespace, visible: Any = None, sink: Any = No
                 scores = {}
                 for j in range(case.kv_len[b]):
                     if visible(i, j, case.q_len[b], case.kv_len[b]):
-                        s = sum(float(x) * float(y) for x, y in zip(d.q[b][i, h], d.k[b][j, g]))
+                        s = sum(float(x) * float(y) for x, y in zip(d.q[b][i, h], d.k[b][j, g], strict=True))
                         if d.qr is not None:
-                            s += sum(float(x) * float(y) for x, y in zip(d.qr[b][i, h], d.kr[b][j, g]))
+                            pairs = zip(d.qr[b][i, h], d.kr[b][j, g], strict=True)
+                            s += sum(float(x) * float(y) for x, y in pairs)
                         scores[j] = s * case.scale
                 if not scores:
                     continue

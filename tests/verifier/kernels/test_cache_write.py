@@ -89,7 +89,8 @@ def test_scatter_pa_kv_cache(call, mode):
     copies = call("npu_scatter_pa_kv_cache_functional", key, value, key_cache, value_cache, torch.tensor(slots),
                   cache_mode=mode)  # fmt: skip
     assert torch.equal(key_cache, before)
-    assert call("npu_scatter_pa_kv_cache", key, value, key_cache, value_cache, torch.tensor(slots), cache_mode=mode) is None
+    args = (key, value, key_cache, value_cache, torch.tensor(slots))
+    assert call("npu_scatter_pa_kv_cache", *args, cache_mode=mode) is None
     assert torch.equal(copies[0], key_cache) and torch.equal(copies[1], value_cache)
     for tokens, cache in ((key, key_cache), (value, value_cache)):
         written = 0

@@ -32,7 +32,8 @@ def token(kv, gamma, cos, sin, eps):
 def problem(batch=2, length=5, dtype=torch.float64):
     theta = rand(batch, 1, length, ROPE // 2, seed=1)
     theta = torch.cat((theta, theta), -1)
-    return rand(batch, 1, length, LATENT + ROPE, dtype=dtype), rand(LATENT, seed=2, dtype=dtype), theta.cos(), theta.sin()
+    kv, gamma = rand(batch, 1, length, LATENT + ROPE, dtype=dtype), rand(LATENT, seed=2, dtype=dtype)
+    return kv, gamma, theta.cos(), theta.sin()
 
 
 SLOTS = [9, 1, -1, 14, 3, 5, 12, 8, 0, 7]
@@ -188,9 +189,11 @@ def test_prolog_and_fused_write_agree(call):
     theta = torch.cat((rand(3, 32, seed=7),) * 2, -1)
     caches = [(torch.zeros(2, 4, 1, LATENT).double(), torch.zeros(2, 4, 1, ROPE).double()) for _ in range(2)]
     slots = torch.tensor([1, 6, 4])
-    call("npu_mla_prolog_v3", x, rand(LATENT + ROPE, 8), rand(8, 192), rand(1, 128, LATENT), eye, rand(8), gamma,
-         theta.sin(), theta.cos(), *caches[0], cache_index=slots, rmsnorm_epsilon_ckv=1e-6, cache_mode="PA_NZ")  # fmt: skip
-    call("npu_kv_rmsnorm_rope_cache_v2", x[:, None, None], gamma, theta.cos()[:, None, None], theta.sin()[:, None, None],
-         slots, caches[1][1], caches[1][0], epsilon=1e-6, cache_mode="PA_NZ")  # fmt: skip
+    cos, sin = theta.cos(), theta.sin()
+    weights = rand(LATENT + ROPE, 8), rand(8, 192), rand(1, 128, LATENT), eye, rand(8), gamma
+    call("npu_mla_prolog_v3", x, *weights, sin, cos, *caches[0], cache_index=slots, rmsnorm_epsilon_ckv=1e-6,
+         cache_mode="PA_NZ")  # fmt: skip
+    call("npu_kv_rmsnorm_rope_cache_v2", x[:, None, None], gamma, cos[:, None, None], sin[:, None, None], slots,
+         caches[1][1], caches[1][0], epsilon=1e-6, cache_mode="PA_NZ")  # fmt: skip
     for a, b in zip(*caches, strict=True):
         assert (a - b).abs().max() < 1e-10 and (a != 0).any()

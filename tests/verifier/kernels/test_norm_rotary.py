@@ -60,8 +60,7 @@ def test_add_rms_norm_residual_is_the_third_result(call):
 
 
 def angles(t, d):
-    theta = torch.arange(t, dtype=torch.float64)[:, None] * 10.0 ** -torch.arange(d // 2, dtype=torch.float64)
-    return theta
+    return torch.arange(t, dtype=torch.float64)[:, None] * 10.0 ** -torch.arange(d // 2, dtype=torch.float64)
 
 
 def complex_rotate(x, theta, pairs):
@@ -106,7 +105,7 @@ def test_unknown_rotary_modes_are_refused(call):
     with pytest.raises(NotImplementedError, match="quarter"):
         call("npu_rotary_mul", rand(2, 8), rand(1, 8), rand(1, 8), rotary_mode="quarter")
     with pytest.raises(NotImplementedError, match="interleave"):
-        call("npu_apply_rotary_pos_emb", rand(2, 1, 8), rand(2, 1, 8), rand(2, 1, 8), rand(2, 1, 8), "TND", "interleave")
+        call("npu_apply_rotary_pos_emb", *(rand(2, 1, 8) for _ in range(4)), "TND", "interleave")
 
 
 @pytest.mark.parametrize("dim", [-1, 0])

@@ -40,7 +40,8 @@ def test_quant_matmul_approximates_the_float_product(call):
 def test_dequant_swiglu_quant(call):
     x = (rand(3, 8) * 1000).to(torch.int32)
     ws, act = rand(1, 8, seed=1).abs() * 1e-3, rand(3, seed=2).abs()
-    y, scale = call("npu_dequant_swiglu_quant", x, weight_scale=ws, activation_scale=act, activate_left=True, quant_mode=1)
+    y, scale = call("npu_dequant_swiglu_quant", x, weight_scale=ws, activation_scale=act, activate_left=True,
+                    quant_mode=1)  # fmt: skip
     wide = x * ws * act[:, None]
     wanted = torch.nn.functional.silu(wide[:, :4]) * wide[:, 4:]
     assert ((y * scale[:, None] - wanted).abs() <= scale[:, None] * 0.51).all()

@@ -29,6 +29,10 @@ def z(*shape, dtype=torch.float32):
     return torch.zeros(*shape, dtype=dtype)
 
 
+def hide(*shape):
+    return torch.zeros(*shape, dtype=torch.bool)
+
+
 def bound(op, **given):
     schema = torch._C.parse_schema("npu::" + load_table().schemas("2.13.0")[op])
     arguments = {a.name: a.default_value for a in schema.arguments}
@@ -213,7 +217,9 @@ CASES = {
         (V2, c(), mla(), mla(query_rope=view(2, 4, 64))),
     ],
     "fa-scale": [(V2, c(), tnd(), tnd(softmax_scale=1.0))],
-    "fa-inner-precise": [(V2, c(), mla(), mla(inner_precise=2)), (V2, c(), paged("BSH"), paged("BSH", inner_precise=3))],
+    "fa-inner-precise": [
+        (V2, c(), mla(), mla(inner_precise=2)), (V2, c(), paged("BSH"), paged("BSH", inner_precise=3)),
+    ],
     "fa-lengths-needed": [
         (V2, c(), tnd(), tnd(actual_seq_qlen=None)), (V2, c(), tnd(), tnd(actual_seq_kvlen=None)),
         (V2, c(), paged("BSND"), paged("BSND", actual_seq_kvlen=None)),
@@ -250,16 +256,21 @@ CASES = {
         # a token-major 4-D cache, passed as is
         (V2, c(), paged(), paged(key=z(8, 16, 2, 128), value=z(8, 16, 2, 128), num_key_value_heads=2, kv=2)),
     ],
-    "fa-caches-alike": [(V2, c(), paged(), paged(value=z(8, 2, 16, 128))), (V2, c(), paged(), paged(value=z(7, 16, 256)))],
+    "fa-caches-alike": [
+        (V2, c(), paged(), paged(value=z(8, 2, 16, 128))), (V2, c(), paged(), paged(value=z(7, 16, 256))),
+    ],
     "fa-cache-width": [
         (V2, c(), paged(heads=128, kv=128, block=16, blocks=5), paged(d=256, heads=256, kv=256, block=16, blocks=5))
     ],
     "fa-block-size-limit": [
         (V2, c(OLD), paged(), (paged(), c(OLD, block_size=16))), (V2, c(), paged(), (paged(), c(block_size=100))),
-        (V2, c(), paged("BSH"), (paged("BSH"), c(block_size=1024))), (V2, c(OLD), mla(), (mla(), c(OLD, block_size=256))),
+        (V2, c(), paged("BSH"), (paged("BSH"), c(block_size=1024))),
+        (V2, c(OLD), mla(), (mla(), c(OLD, block_size=256))),
         (V2, c(), paged(), (paged(), c(block_size=2048))),
     ],
-    "fa-table-width": [(V2, c(), paged(), paged(actual_seq_kvlen=[20, 49])), (V2, c(), mla(), mla(actual_seq_kvlen=[20, 37]))],
+    "fa-table-width": [
+        (V2, c(), paged(), paged(actual_seq_kvlen=[20, 49])), (V2, c(), mla(), mla(actual_seq_kvlen=[20, 37])),
+    ],
     "fa-table-ids": [
         (V2, c(), paged(), paged(block_table=torch.tensor([[1, -1, 0], [3, 4, 0]], dtype=I32))),
         (V2, c(), paged(), paged(block_table=torch.tensor([[1, 2, 0], [3, 8, 0]], dtype=I32))),
@@ -272,7 +283,9 @@ CASES = {
             sparse_mode=4, atten_mask=MASK)), (V2, c(), mla("BSND", tokens=1), mla("BSND", tokens=1, sparse_mode=3,
             atten_mask=MASK)), (V2, c(), mla("BSND", tokens=2, sparse_mode=3, atten_mask=MASK), mla("BSND", tokens=2)),
     ],
-    "fa-mask-needed": [(V2, c(), tnd(), tnd(atten_mask=None)), (V2, c(), dense(), dense(sparse_mode=1, atten_mask=None))],
+    "fa-mask-needed": [
+        (V2, c(), tnd(), tnd(atten_mask=None)), (V2, c(), dense(), dense(sparse_mode=1, atten_mask=None)),
+    ],
     "fa-mask-unwanted": [
         (V2, c(), tnd(sparse_mode=0, atten_mask=None), tnd(sparse_mode=0)), (V2, c(), mla(), mla(atten_mask=MASK)),
     ],
@@ -291,9 +304,9 @@ CASES = {
         (V2, c(), tnd(), tnd(atten_mask=torch.ones(2048, 2048, dtype=torch.bool).triu(0))),
     ],
     "fa-full-mask": [
-        (V2, c(), dense(sparse_mode=0, atten_mask=z(2, 1, 6, 6, dtype=torch.bool)), dense(sparse_mode=0, atten_mask=z(5, 6, dtype=torch.bool))),
-        (V2, c(), dense(sparse_mode=1, atten_mask=z(1, 8, 8, dtype=torch.bool)), dense(sparse_mode=1, atten_mask=z(3, 6, 6, dtype=torch.bool))),
-        (V2, c(), paged("BSND", atten_mask=z(2, 48, dtype=torch.bool)), paged("BSND", atten_mask=z(2, 20, dtype=torch.bool))),
+        (V2, c(), dense(sparse_mode=0, atten_mask=hide(2, 1, 6, 6)), dense(sparse_mode=0, atten_mask=hide(5, 6))),
+        (V2, c(), dense(sparse_mode=1, atten_mask=hide(1, 8, 8)), dense(sparse_mode=1, atten_mask=hide(3, 6, 6))),
+        (V2, c(), paged("BSND", atten_mask=hide(2, 48)), paged("BSND", atten_mask=hide(2, 20))),
     ],
     "fa-mask-outside-band": [
         (V2, c(), dense(sparse_mode=0, atten_mask=torch.ones(6, 6, dtype=torch.bool).triu(1), next_tokens=0),
@@ -476,7 +489,8 @@ def test_profiles_differ_where_versions_do():
 def test_float32_and_small_blocks_are_judged_as_deployed():
     assert broken_rules(V2, paged(block=4, blocks=16, actual_seq_kvlen=[8, 8]), c(block_size=128)) == []
     undeclared = OpContext(profile=NEW)  # no deployed block size: the call's own counts
-    assert [h.rule for _, h in broken_rules(V2, paged(block=4, actual_seq_kvlen=[8, 8]), undeclared)] == ["fa-block-size-limit"]
+    small = paged(block=4, actual_seq_kvlen=[8, 8])
+    assert [h.rule for _, h in broken_rules(V2, small, undeclared)] == ["fa-block-size-limit"]
     narrow = {n: v.to(torch.float16) if n in ("query", "key", "value") else v for n, v in tnd().items()}
     assert [h.rule for _, h in broken_rules(V2, narrow, c(OLD))] == ["fa-dtype"]  # a real float16 stays one
 

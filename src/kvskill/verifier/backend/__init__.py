@@ -29,8 +29,8 @@ from __future__ import annotations
 from kvskill.verifier.backend.context import DEFAULT_PROFILE, OpContext, current, set_context, using
 from kvskill.verifier.backend.install import BackendError, BackendInfo, BackendKind, install, installed
 from kvskill.verifier.backend.record import CallRecord, TensorFact, record_calls
-from kvskill.verifier.kernels.rules.warnings import take_warnings
 from kvskill.verifier.kernels.errors import MissingKernel, OperatorRuleViolation, RuleHit, UnmodelledCall
+from kvskill.verifier.kernels.rules.warnings import take_warnings
 
 __all__ = [
     "DEFAULT_PROFILE",

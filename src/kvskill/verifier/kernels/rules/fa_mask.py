@@ -77,7 +77,8 @@ def triangle_contents(v: FaView, params: Params, ctx: OpContext) -> Facts:
     wanted = torch.ones(_SIDE, _SIDE, dtype=torch.bool).triu(1)
     if bool((square == wanted).all()):
         if version is not None:
-            _seen[:] = [(ref, s) for ref, s in _seen if ref() is not None][-8:] + [(weakref.ref(m), version)]
+            alive = [(ref, s) for ref, s in _seen if ref() is not None]
+            _seen[:] = [*alive[-8:], (weakref.ref(m), version)]
         return None
     if bool((square == ~wanted).all()):
         what = "its complement (True where a key is visible)"
@@ -101,7 +102,8 @@ def full_shape(v: FaView, params: Params, ctx: OpContext) -> Facts:
     if v.one_token and not v.rope:
         if v.call.block_table is not None:
             keys = max(keys, int(v.call.block_table.shape[1]) * v.call.block_size)
-        good = shape[0] in (1, batch) and m.dim() in (2, 3, 4) and shape[-1] >= keys and all(n == 1 for n in shape[1:-1])
+        flat = m.dim() in (2, 3, 4) and all(n == 1 for n in shape[1:-1])
+        good = flat and shape[0] in (1, batch) and shape[-1] >= keys
         return None if good else {"shape": shape, "need": f"[{batch}, >= {keys}]"}
     queries = v.tokens
     lead_ok = m.dim() == 2 or (shape[0] in (1, batch) and m.dim() in (3, 4) and all(n == 1 for n in shape[1:-2]))

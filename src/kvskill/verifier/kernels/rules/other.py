@@ -37,7 +37,8 @@ def rotary_mul(a: Args, params: Params, ctx: OpContext) -> Facts:
         return {"what": f"head dim {d} is odd or not below {params['below']}"}
     for name in ("r1", "r2"):
         r = a[name]
-        if r.dim() != x.dim() or r.shape[-1] != d or any(n not in (1, m) for n, m in zip(r.shape, x.shape, strict=False)):
+        spreads = all(n in (1, m) for n, m in zip(r.shape, x.shape, strict=False))
+        if r.dim() != x.dim() or r.shape[-1] != d or not spreads:
             return {"what": f"{name} is {tuple(r.shape)}, the input {tuple(x.shape)}"}
     return None
 
