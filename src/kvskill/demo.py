@@ -7,6 +7,7 @@ shown as it is (the diff is cut unless asked for in full).
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -20,7 +21,8 @@ from kvskill.embedded import ERAS, MODELS, materialise
 __all__ = ["Demo", "run_demo"]
 
 PADDED_ERA = "2026-03"  # 2-D batches: such a model's before-state runs in a tree of its own
-DIFF_LINES = 70
+DIFF_LINES = 180
+_TABLE_ROW = re.compile(r"(HF|Legacy) .* agrees$")
 
 
 @dataclass
@@ -31,7 +33,7 @@ class Demo:
     model: str
     era: str
     full_diff: bool = False
-    done: list[str] = field(default_factory=list)
+    oracles: set[str] = field(default_factory=set)  # what verify's table compared with
 
     @property
     def repo(self) -> Path:
@@ -68,7 +70,9 @@ def run_demo(demo: Demo) -> int:
         if code != ExitCode.DONE:
             click.echo(f"\nStopped: `kvskill {' '.join(step)}` returned {code}. Nothing was proved.", err=True)
             return code
-        demo.done.append(step[0])
+    if not demo.oracles:
+        click.echo("\nStopped: verify compared with nothing, so nothing was proved.", err=True)
+        return int(ExitCode.FOUND)
     click.echo(_closing(demo))
     return int(ExitCode.DONE)
 
@@ -79,16 +83,21 @@ def _step(demo: Demo, number: str, step: list[str]) -> int:
     click.secho(f"[{number}] {shown}", bold=True)
     sys.stdout.flush()
     argv = demo.command(*step)
-    if "--diff" not in step:
-        return subprocess.run(argv, cwd=demo.repo, env=_env()).returncode
-    result = subprocess.run(argv, cwd=demo.repo, env=_env(), stdout=subprocess.PIPE, text=True, encoding="utf-8")
-    lines = result.stdout.splitlines()
-    shown_lines = lines if demo.full_diff else lines[:DIFF_LINES]
-    for line in shown_lines:
-        click.echo(_coloured(line))
-    if len(shown_lines) < len(lines):
-        click.echo(f"... {len(lines) - len(shown_lines)} more lines; all of them with --full-diff")
-    return result.returncode
+    process = subprocess.Popen(argv, cwd=demo.repo, env=_env(), stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    is_diff, count = "--diff" in step, 0
+    for raw in process.stdout:
+        line = raw.decode("utf-8", errors="replace").rstrip("\r\n")
+        count += 1
+        if step[0] == "verify" and (row := _TABLE_ROW.match(line)):
+            demo.oracles.add(row[1])
+        if not is_diff:
+            click.echo(line)
+        elif demo.full_diff or count <= DIFF_LINES:
+            click.echo(_coloured(line))
+    if is_diff and count > DIFF_LINES and not demo.full_diff:
+        click.echo(f"... {count - DIFF_LINES} more lines; all of them with --full-diff")
+    return process.wait()
 
 
 def _coloured(line: str) -> str:
@@ -112,10 +121,11 @@ def _env() -> dict[str, str]:
 
 
 def _closing(demo: Demo) -> str:
-    where = "" if demo.before is None else " (in its own tree)"
+    names = {"HF": "transformers", "Legacy": "the Legacy code" + (" (in its own tree)" if demo.before else "")}
+    compared = " and ".join(names[oracle] for oracle in sorted(demo.oracles))
     return (
-        f"\nProved on this CPU, in float32 with random weights: the converted {demo.model} computes what the\n"
-        f"Legacy code{where} and transformers compute, to the figures above.\n"
+        f"\nProved on this CPU, in float32 with random weights: the converted {demo.model} computes what\n"
+        f"{compared} computed, to the figures above.\n"
         "Not proved: anything on an NPU (not run), speed, bfloat16 rounding."
     )
 

@@ -32,6 +32,7 @@ def test_a_model_is_converted_and_agrees(model: str, era: str, tmp_path: Path) -
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     assert f"{model}: convert to Paged" in result.stdout  # the manifest's summary
     assert "+++ " in result.stdout and "npu_fused_infer_attention_score_v2" in result.stdout  # the diff
+    assert "the Legacy code" in result.stdout.splitlines()[-2]
     table = [line.split() for line in result.stdout.splitlines() if line.startswith(("HF ", "Legacy "))]
     assert {row[0] for row in table} == {"HF", "Legacy"}
     assert len(table) >= 8 and all(row[-1] == "agrees" for row in table)
@@ -54,13 +55,23 @@ def test_a_failing_step_stops_the_demo_with_its_code(tmp_path: Path, monkeypatch
 
 
 def test_the_diff_is_cut_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = "print('--- a'); print('+++ b'); [print('+line', i) for i in range(200)]"
+    script = "print('--- a'); print('+++ b'); [print('+line', i) for i in range(300)]"
     monkeypatch.setattr(Demo, "command", lambda self, *args: [sys.executable, "-c", script])
     monkeypatch.setattr(demo_module, "_closing", lambda run: "")
     cut = CliRunner().invoke(demo, ["--keep", str(tmp_path / "a")], standalone_mode=False)
-    assert "132 more lines; all of them with --full-diff" in cut.output
+    assert "122 more lines; all of them with --full-diff" in cut.output
     full = CliRunner().invoke(demo, ["--keep", str(tmp_path / "b"), "--full-diff"], standalone_mode=False)
-    assert "+line 199" in full.output and "more lines" not in full.output
+    assert "+line 299" in full.output and "more lines" not in full.output
+
+
+def test_nothing_compared_is_not_a_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_module, "_step", lambda run, number, argv: 0)
+    assert run_demo(Demo(tmp_path / "a", "tiny_dense", "2026-04")) == 1
+
+
+@pytest.mark.parametrize(("oracles", "text"), [({"HF"}, "what\ntransformers computed"), ({"HF", "Legacy"}, "and the")])
+def test_the_closing_line_names_only_what_was_compared(oracles: set[str], text: str, tmp_path: Path) -> None:
+    assert text in demo_module._closing(Demo(tmp_path, "tiny_dense", "2026-04", oracles=oracles))
 
 
 def test_a_folder_with_content_is_not_used(tmp_path: Path) -> None:
