@@ -29,7 +29,9 @@ def fences(text: str, language: str) -> list[str]:
 def wrong_calls(code: str) -> list[str]:
     """Problems of the calls in `code`, over every release that registers all operators that it uses."""
     table = load_table()
-    used = {n.attr for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Attribute)} & set(table.operators)
+    nodes = list(ast.walk(ast.parse(code)))
+    names = {n.attr for n in nodes if isinstance(n, ast.Attribute)} | {n.id for n in nodes if isinstance(n, ast.Name)}
+    used = names & set(table.operators)
     problems, releases = [], 0
     for release in table.releases:
         schemas = table.schemas(release).values()

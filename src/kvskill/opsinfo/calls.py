@@ -1,7 +1,8 @@
 """Checks the operator calls in a piece of Python text against the schemas of a torch_npu release.
 
 Static: the text is parsed, never run. A call is recognised by its last attribute (`torch_npu.X`,
-`torch.ops.npu.X`, `self.fa_ops.X`); calls that spread `**kwargs` or hold a literal `...` are checked for what they show.
+`torch.ops.npu.X`, `self.fa_ops.X`); calls that spread `**kwargs` or hold a literal `...` are checked for what
+they show.
 """
 
 from __future__ import annotations
