@@ -1,13 +1,13 @@
 """Is the Legacy form of each case right? Run it, and transformers, with the same weights.
 
-    python tests/cases_support/legacy_check.py [case ...] [--tp 2] [--era old|new] [--json]
+    python tests/cases_support/legacy_check.py [case ...] [--tp 2] [--era old|new] [--root DIR] [--json]
 
-For each case: random float32 weights are made with transformers, saved as a checkpoint, and read back
-through the model's own `load_weights`. The model is then driven as the framework drives Legacy mode, one
-prompt at a time: packed prefill (`kv_len` holds flat slots), then decode steps with forced tokens. Its
-caches start full of NaN. Every logit row is compared with transformers' full forward over the same tokens:
-max |a - b| / max |b|, at most 1e-5. A case whose `legacy.right_until` names a position must agree before it
-and disagree after it. Exit 0: all as stated; 1: not.
+For each case: random float32 weights are made with transformers, saved as a checkpoint, and read back through
+the model's own `load_weights`. The model is then driven as the framework drives Legacy mode, one prompt at a
+time: packed prefill (`kv_len` holds flat slots), then decode steps with forced tokens. Its caches start full of
+NaN (a model with paged entries gets blocks of NaN in a permuted order). Every logit row is compared with
+transformers' full forward over the same tokens: max |a - b| / max |b|, at most 1e-5. A case whose
+`legacy.right_until` names a position must agree before it and disagree after it. Exit 0: all as stated; 1: not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import yaml
-from loader import Case, load_cases
+from loader import CASES, Case, load_cases
 
 TOLERANCE = 1e-5
 SEED = 20240607
@@ -125,9 +125,7 @@ def build_legacy(case: Case, weights: Path, rank: int, world: int, era: str, len
     modeling = importlib.import_module(f"{base}.modeling_{case.name}")
     configuration = importlib.import_module(f"{base}.configuration_{case.name}")
     model_cls = next(
-        v
-        for k, v in vars(modeling).items()
-        if k.endswith("ForCausalLM") and v.__module__ == modeling.__name__
+        v for k, v in vars(modeling).items() if k.endswith("ForCausalLM") and v.__module__ == modeling.__name__
     )
     config_cls = next(
         v
@@ -169,9 +167,35 @@ def allocate(model: Any, infer_config: Any) -> None:
         module.v_cache.fill_(float("nan"))
 
 
+class Blocks:
+    """Paged entries of one request: blocks in an order of their own, NaN in every slot. Block 0 is the null block."""
+
+    def __init__(self, model: Any, infer_config: Any) -> None:
+        size = infer_config.scheduler_config.block_size
+        length = infer_config.data_config.input_truncated_len + infer_config.scheduler_config.max_new_tokens
+        self.size, count = size, -(-length // size)
+        self.table = torch.randperm(count, generator=torch.Generator().manual_seed(SEED)).int() + 1
+        self.keys: set[str] = set()
+        for layer in model.get_cache_info().layer_infos:
+            for entry in layer.caches:
+                dims = entry.dim if isinstance(entry.dim, list) else [entry.dim]
+                entry.tensor_setter(torch.full((count + 1, size, entry.num_head, *dims), float("nan")))
+                self.keys.add(entry.manager_key or entry.attn_type)
+
+    def fields(self, positions: torch.Tensor) -> dict[str, Any]:
+        """block_table and slot_mapping of a step that writes `positions`."""
+        slots = self.table[positions // self.size].long() * self.size + positions % self.size
+        return {
+            "block_table": dict.fromkeys(self.keys, self.table[None]),
+            "slot_mapping": dict.fromkeys(self.keys, slots),
+        }
+
+
 def drive(model: Any, infer_config: Any, tokens: torch.Tensor, prompt: int) -> torch.Tensor:
     """Logit rows for positions prompt-1 .. len(tokens)-1, [n, vocab]."""
-    allocate(model, infer_config)
+    blocks = Blocks(model, infer_config) if hasattr(model, "get_cache_info") else None
+    if blocks is None:
+        allocate(model, infer_config)
     mask = ~torch.tril(torch.ones((2048, 2048), dtype=torch.bool))
     lengths = torch.tensor([prompt])
     metadata = mini_executor.ForwardMetaData(
@@ -183,6 +207,7 @@ def drive(model: Any, infer_config: Any, tokens: torch.Tensor, prompt: int) -> t
         actual_seq_lengths_cu_kv=lengths.cumsum(0),
         actual_seq_lengths_cu_q=lengths.cumsum(0),
         prompt_tokens=prompt,
+        **(blocks.fields(torch.arange(prompt)) if blocks else {}),
     )
     set_metadata = sys.modules["executor.utils.forward_metadata"].__dict__["set_forward_metadata"]
     set_metadata(**vars(metadata))
@@ -192,7 +217,7 @@ def drive(model: Any, infer_config: Any, tokens: torch.Tensor, prompt: int) -> t
             input_ids=tokens[:prompt].contiguous(),
             position_ids=torch.arange(prompt),
             forward_metadata=metadata,
-            request_offset=0,
+            **({} if blocks else {"request_offset": 0}),
         )
         rows.append(out[:, -1:, :].reshape(-1))
         for position in range(prompt, len(tokens)):
@@ -205,6 +230,7 @@ def drive(model: Any, infer_config: Any, tokens: torch.Tensor, prompt: int) -> t
                 actual_seq_lengths_q=torch.ones(1, dtype=torch.long),
                 actual_seq_lengths_cu_kv=(kv_len + 1).cumsum(0),
                 actual_seq_lengths_cu_q=torch.ones(1, dtype=torch.long),
+                **(blocks.fields(kv_len) if blocks else {}),
             )
             set_metadata(**vars(metadata))
             out = model(
@@ -218,9 +244,7 @@ def drive(model: Any, infer_config: Any, tokens: torch.Tensor, prompt: int) -> t
     return torch.stack(rows).float()
 
 
-def worker(
-    rank: int, world: int, case: Case, weights: str, era: str, runs: list[Any], port: int, out: str
-) -> None:
+def worker(rank: int, world: int, case: Case, weights: str, era: str, runs: list[Any], port: int, out: str) -> None:
     """One rank; rank 0 writes its logit rows to `out`."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)  # transformers 5 on older config spellings
@@ -269,17 +293,16 @@ def check(case: Case, world: int, era: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--tp", type=int, default=1, help="only the cases that state this width")
     parser.add_argument("--era", choices=("old", "new"), default="new", help="who makes communication groups")
+    parser.add_argument("--root", type=Path, default=CASES, help="folder that holds the case folders")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     results = []
-    for case in load_cases(tuple(args.cases)):
+    for case in load_cases(tuple(args.cases), args.root):
         if args.tp not in case.tp:
             continue
         try:

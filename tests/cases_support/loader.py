@@ -95,7 +95,7 @@ def load_case(path: Path) -> Case:
     )
 
 
-def load_cases(names: tuple[str, ...] = ()) -> list[Case]:
+def load_cases(names: tuple[str, ...] = (), root: Path = CASES) -> list[Case]:
     """All cases in name order, or the named ones. An unknown name raises FileNotFoundError."""
-    folders = [CASES / name for name in names] or sorted(p.parent for p in CASES.glob("*/case.yaml"))
+    folders = [root / name for name in names] or sorted(p.parent for p in root.glob("*/case.yaml"))
     return [load_case(folder) for folder in folders]

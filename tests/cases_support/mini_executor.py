@@ -1,9 +1,10 @@
 """A few names of the framework's `executor` package, enough to build and drive a Legacy model.
 
-The case models import `executor.core.config`, `executor.utils.forward_metadata` and
-`executor.model_loader.weight_utils` and nothing else of the framework. The check of the Legacy
-forms (legacy_check.py) must not depend on a converter, a verifier or a framework tree, so those
-three modules are made here. Conversions are judged by `kvskill verify` in real trees, not by this.
+The case models import `executor.core.config`, `executor.utils.forward_metadata`,
+`executor.model_loader.weight_utils` and, where a migrator chose paged entries with plain attention,
+`executor.core.kv_cache.cache_info`. The check of these forms (legacy_check.py) must not depend on a
+converter, a verifier or a framework tree, so those modules are made here. Conversions are judged by
+`kvskill verify` in real trees, not by this.
 """
 
 from __future__ import annotations
@@ -96,6 +97,33 @@ class ForwardMetaData:
     slot_mapping: dict[str, torch.Tensor] | None = None
 
 
+@dataclass
+class CacheEntry:
+    cache_name: str
+    attn_type: str
+    dim: int | list[int]
+    num_head: int
+    dtype: torch.dtype
+    needs_block: bool
+    sliding_window: int | None = None
+    block_size: int | None = None
+    manager_key: str | None = None
+    tensor_setter: Callable[[torch.Tensor], None] | None = None
+
+
+@dataclass
+class LayerCacheInfo:
+    layer_idx: int
+    caches: list[CacheEntry]
+
+
+@dataclass
+class ModelCacheInfo:
+    num_layers: int
+    layer_infos: list[LayerCacheInfo]
+    is_mla_backend: bool = False
+
+
 class CommManager:
     """Groups by name. A group nobody registered raises KeyError, as in the framework.
 
@@ -136,9 +164,7 @@ def default_weight_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> N
     param.data.copy_(loaded_weight)
 
 
-def make_config(
-    sections: dict[str, Any], rank: int, world: int, prompt_len: int, new: int
-) -> InferenceConfig:
+def make_config(sections: dict[str, Any], rank: int, world: int, prompt_len: int, new: int) -> InferenceConfig:
     """The YAML's sections with lengths for this run, batch 1 and `world` attention ranks."""
     parallel = dict(sections.get("parallel_config") or {})
     parallel.update(world_size=world, attn_tp_size=world, global_rank=rank, local_rank=rank)
@@ -150,7 +176,12 @@ def make_config(
         DataConfig(**{**(sections.get("data_config") or {}), "input_truncated_len": prompt_len}),
         ParallelConfig(**parallel),
         SchedulerConfig(
-            **{**(sections.get("scheduler_config") or {}), "batch_size": 1, "max_new_tokens": new}
+            **{
+                **(sections.get("scheduler_config") or {}),
+                "batch_size": 1,
+                "max_new_tokens": new,
+                "block_size": 16,
+            }
         ),
     )
     config.parallel_config.attn_dp_size = world // config.parallel_config.attn_tp_size
@@ -180,6 +211,9 @@ def install() -> None:
         return
     for package in ("executor", "executor.core", "executor.utils", "executor.model_loader"):
         _module(package).__path__ = []
+    entries = {cls.__name__: cls for cls in (CacheEntry, LayerCacheInfo, ModelCacheInfo)}
+    cache_info = _module("executor.core.kv_cache.cache_info", **entries)
+    _module("executor.core.kv_cache", cache_info=cache_info, **entries).__path__ = []
     _module(
         "executor.core.config",
         **{

@@ -17,9 +17,7 @@ __all__ = ["install"]
 INT32_MAX = 2147483647
 
 
-def scatter_update_(
-    data: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor, axis: int
-) -> torch.Tensor:
+def scatter_update_(data: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor, axis: int) -> torch.Tensor:
     """Row b of `data` gets `updates[b]` from offset `indices[b]` along `axis`, in place."""
     axis = axis % data.dim()
     if data.dim() != updates.dim() or data.dtype != updates.dtype or axis == 0:
@@ -31,16 +29,20 @@ def scatter_update_(
     length = updates.shape[axis]
     for row, start in enumerate(indices.tolist()):
         if start < 0 or start + length > data.shape[axis]:
-            raise RuntimeError(
-                f"scatter_update_: row {row} writes [{start}, {start + length}) of {data.shape}"
-            )
+            raise RuntimeError(f"scatter_update_: row {row} writes [{start}, {start + length}) of {data.shape}")
         data[row].narrow(axis - 1, start, length).copy_(updates[row])
     return data
 
 
-def npu_rms_norm(
-    x: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
-) -> tuple[torch.Tensor, torch.Tensor]:
+def npu_scatter_nd_update_(input: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
+    """Rows of `input` at `indices` [n, 1] get `updates`, in place."""
+    if indices.dim() != 2 or indices.shape[1] != 1 or updates.shape != (len(indices), *input.shape[1:]):
+        raise RuntimeError(f"npu_scatter_nd_update_: {input.shape} {indices.shape} {updates.shape}")
+    input[indices[:, 0].long()] = updates
+    return input
+
+
+def npu_rms_norm(x: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:
     wide = x.float()
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
     return (wide * rstd * gamma.float()).to(x.dtype), rstd
@@ -162,9 +164,7 @@ def npu_moe_finalize_routing(
 ) -> torch.Tensor:
     """Weighted sum of a token's rows. drop_pad_mode 0 reads the map column-wise, 2 row-wise."""
     if scales is None or expanded_src_to_dst_row is None or bias is not None:
-        raise RuntimeError(
-            "npu_moe_finalize_routing: scales and row map are needed, bias is not supported here"
-        )
+        raise RuntimeError("npu_moe_finalize_routing: scales and row map are needed, bias is not supported here")
     rows, top_k = scales.shape
     index = expanded_src_to_dst_row.long()
     index = index.view(rows, top_k) if drop_pad_mode in (2, 3) else index.view(top_k, rows).t()
@@ -206,9 +206,7 @@ def _fa_bsh(
             scores = scores.masked_fill(hidden, float("-inf"))
         elif mask is not None:
             raise RuntimeError("a decode call over a contiguous cache takes no mask")
-        out[b] = (
-            torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.float()).reshape(q_len, -1).to(query.dtype)
-        )
+        out[b] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.float()).reshape(q_len, -1).to(query.dtype)
     return out
 
 
@@ -334,6 +332,7 @@ def npu_fused_infer_attention_score_v2(
 
 OPERATORS = (
     scatter_update_,
+    npu_scatter_nd_update_,
     npu_rms_norm,
     npu_add_rms_norm,
     npu_swiglu,
