@@ -94,7 +94,8 @@ class ProgressText:
         closing = _closing(fences)
         if closing is None:
             return frozenset({first})
-        rest = [x for x in self.text.splitlines()[closing:] if x.strip()]
+        after = MARKER.split("\n".join(self.text.splitlines()[closing:]))[0]  # our own records do not count
+        rest = [x for x in after.splitlines() if x.strip()]
         return frozenset({first, closing}) if closing - first - 1 > len(rest) else frozenset()
 
 

@@ -71,7 +71,7 @@ def select(given: SelectionInput) -> Selection:
         version.value,
         window_rule.value,
         limits,
-        mtp=given.facts.mtp.count > 0,
+        mtp=given.facts.mtp.count > 0 and any(y.settings.next_n > 0 for y in given.yamls),
         mla_prefill=given.overrides.mla_prefill,
     )
     built = build_groups(given.facts, given.code, choices)

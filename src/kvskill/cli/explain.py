@@ -62,6 +62,20 @@ def _error(name: str) -> dict[str, Any]:
     return {"kind": "common error", "name": name, **row, "text": text}
 
 
+def _selection(name: str) -> dict[str, Any]:
+    from kvskill.analyzer.selection.rules import all_rules, rule_page
+
+    rule = all_rules()[name]
+    return {"kind": "selection rule", "name": name, "title": rule.title, "table": rule.table, "text": rule_page(rule)}
+
+
+def _selection_rules() -> dict[str, str]:
+    """Selection rule ids by their lower-case form (the manifest names them as evidence)."""
+    from kvskill.analyzer.selection.rules import all_rules
+
+    return {r.lower(): r for r in all_rules()}
+
+
 def _role(name: str) -> dict[str, Any]:
     from kvskill.skillpack.pack import role_texts
 
@@ -76,6 +90,8 @@ def _look_up(name: str) -> dict[str, Any]:
     plain = name.strip().lower().replace("_", "-").replace(" ", "-")
     if name.upper() in rules:
         return _code(name.upper())
+    if plain in _selection_rules():
+        return _selection(_selection_rules()[plain])
     if plain in _topics():
         return _topic(plain)
     if plain in _errors():
@@ -84,7 +100,7 @@ def _look_up(name: str) -> dict[str, Any]:
         return _code(by_rule[plain])
     if plain.removeprefix("role-") in ROLES:
         return _role(plain)
-    known = [*rules, *by_rule, *_topics(), *_errors(), *(f"role-{r}" for r in ROLES)]
+    known = [*rules, *by_rule, *_topics(), *_errors(), *_selection_rules().values(), *(f"role-{r}" for r in ROLES)]
     raise unknown_name("code, rule, topic, error or role", name, known)
 
 
@@ -95,6 +111,7 @@ def _overview() -> dict[str, list[str]]:
         "topics": list(_topics()),
         "common errors": list(_errors()),
         "codes": [f"{code} {row['name']}" for code, row in _rules().items()],
+        "selection rules": list(_selection_rules().values()),
         "roles": [f"role-{r}" for r in ROLES],
     }
 

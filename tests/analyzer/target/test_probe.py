@@ -102,7 +102,8 @@ def test_classes_are_followed_where_they_live(tmp_path: Path) -> None:
     deep.mkdir(parents=True)
     (deep / "entries.py").write_text(CACHE_INFO)
     (tmp_path / "executor" / "meta.py").write_text(
-        "class ForwardMetaData:\n    def __init__(self, is_prefill=False, *, actual_seq_lengths_cu_q=None):\n        pass\n"
+        "class ForwardMetaData:\n    def __init__(self, is_prefill=False, *, actual_seq_lengths_cu_q=None):\n"
+        "        pass\n"
     )
     profile = probe(tmp_path, use_installed=False).profile
     assert profile.cache_entry_fields == ("cache_name", "attn_type", "block_size", "tensor_setter")
