@@ -143,7 +143,7 @@ def _check_inputs(place: Place, manifest: Manifest) -> None:
 
 def _from_manual(manifest: Manifest) -> list[Diagnostic]:
     return [
-        Diagnostic(t.code, Severity.BLOCKING, t.what, t.why or t.check, Span(t.path, t.line, t.col))
+        Diagnostic(t.code, Severity.BLOCKING, t.why or t.what, t.what, Span(t.path, t.line, t.col))
         for t in manifest.blocking
     ]
 

@@ -9,7 +9,7 @@ from kvskill.diagnostics import Diagnostic, Severity
 from kvskill.implementer.edits import Edit, EditSet
 from kvskill.implementer.framework.attention import convert_attention
 from kvskill.implementer.framework.blocks import convert_blocks, convert_phase_tests
-from kvskill.implementer.framework.calls import write_additions
+from kvskill.implementer.framework.calls import write_additions, write_cuts
 from kvskill.implementer.framework.container import convert_containers, find_containers
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.framework.deadcode import sweep, write_removals
@@ -72,6 +72,7 @@ def build_plan(facts: ModelFacts, manifest: Manifest) -> Plan:
     migrate_fields(ctx)
     add_imports(ctx)
     write_removals(ctx)
+    write_cuts(ctx)
     write_additions(ctx)
     return Plan({k: v for k, v in ctx.edits.items() if v.edits}, tuple(dict.fromkeys(ctx.findings)))
 

@@ -21,6 +21,7 @@ from kvskill.analyzer.modeling.operators import ATTEND_OPS
 from kvskill.analyzer.modeling.program import Program, bind_files
 from kvskill.analyzer.modeling.reader import read_program
 from kvskill.analyzer.modeling.run import Run, run_model
+from kvskill.analyzer.modeling.settings import settings_of
 from kvskill.analyzer.modeling.trace import ancestors
 from kvskill.analyzer.modeling.values import Const, Tensor, Tup, Value
 from kvskill.diagnostics import Diagnostic, Severity, Span
@@ -49,6 +50,7 @@ def postcheck(plan: Plan, facts: ModelFacts, config: Mapping[str, Any]) -> list[
     if again.state != "paged":
         out.append(_finding(entry.file, entry.node, "KV260", f"The result reads as `{again.state}`, not as paged."))
         return out
+    config = settings_of(program, entry, config)
     for phase in ("prefill", "decode"):
         run = run_model(program, entry, config, phase, "paged")  # type: ignore[arg-type]
         out.extend(_walks(run, program))

@@ -20,6 +20,7 @@ __all__ = [
     "replace_expr",
     "replace_statement",
     "statements",
+    "wrap_expr",
 ]
 
 _PARTS = ("body", "orelse", "finalbody")
@@ -98,6 +99,16 @@ def replace_expr(edits: EditSet, node: ast.AST, text: str, why: str) -> None:
     """Replace one expression in place."""
     start, end = edits.file.byte_range(node)
     edits.add(start, end, text, why)
+
+
+def wrap_expr(edits: EditSet, node: ast.AST, before: str, after: str, why: str) -> None:
+    """Put text around an expression without touching it; brackets are added where the grammar wants them."""
+    start, end = edits.file.byte_range(node)
+    tight = isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant))
+    left, right = (before, after) if tight else (f"{before}(", f"){after}")
+    if left:
+        edits.add(start, start, left, why)
+    edits.add(end, end, right, why)
 
 
 def replace_statement(edits: EditSet, stmt: ast.stmt, text: str, why: str, unit: str = "    ") -> None:

@@ -725,5 +725,8 @@ def _tensor_method(
     else:
         result = walk.tensor(f"?{name}", [t, *args, *kwargs.values()], None, node)
     if name.endswith("_") and not name.endswith("__"):
+        walk.taint(t, [*args, *kwargs.values()])
+        if isinstance(result, Tensor) and result.shape is None:
+            result.shape = t.shape
         walk.record_call(f"tensor.{name}", node, [t, *args], kwargs, result)
     return result

@@ -108,7 +108,7 @@ def _result(walk: Walk, spec: str, args: list[Value], kwargs: dict[str, Value], 
     if shape is not None and kind == "half":
         shape = (*shape[:-1], shape[-1].divide(const(2)) or Dim.atom(f"({shape[-1]})//2"))
     parents = [source, *[a for a in (*args, *kwargs.values()) if a is not source]] if source is not None else []
-    return walk.tensor(op, parents, shape, node)
+    return walk.tensor(op.rsplit(".", 1)[-1] if op.startswith("torch.") else op, parents, shape, node)
 
 
 def _module(walk: Walk, op: str, args: list[Value], kwargs: dict[str, Value]) -> Value:
@@ -165,8 +165,13 @@ def _torch_function(walk: Walk, base: str, args: list[Value], kwargs: dict[str, 
         return walk.tensor(
             "matmul", [first, rest[0]], shapes.matmul_shape(walk, node, first.shape, rest[0].shape), node
         )
+    if base == "addmm" and len(rest) >= 2 and isinstance(rest[0], Tensor) and isinstance(rest[1], Tensor):
+        out = rest[1].shape[-1] if rest[1].shape else fresh()
+        shape = (*rest[0].shape[:-1], out) if rest[0].shape else None
+        return walk.tensor("linear", [rest[0], rest[1], *args[:1]], shape, node)
     if base == "einsum":
-        return walk.tensor("einsum", list(args), None, node, equation=first.value if isinstance(first, Const) else None)
+        equation = first.value if isinstance(first, Const) and isinstance(first.value, str) else None
+        return walk.tensor("einsum", list(args), _einsum(equation, rest), node, equation=equation)
     if base == "where":
         tensors = [a for a in args if isinstance(a, Tensor)]
         shape = tensors[0].shape if tensors else None
@@ -229,6 +234,12 @@ def _torch_function(walk: Walk, base: str, args: list[Value], kwargs: dict[str, 
                 if isinstance(other, Tensor):
                     shape = shapes.broadcast(walk, node, shape, other.shape)
             return walk.tensor(base, [first, *rest], shape, node)
+    if base == "view_as_complex" and isinstance(first, Tensor):
+        return walk.tensor(base, [first], first.shape[:-1] if first.shape else None, node)
+    if base == "view_as_real" and isinstance(first, Tensor):
+        return walk.tensor(base, [first], (*first.shape, const(2)) if first.shape is not None else None, node)
+    if base in ("polar", "complex") and isinstance(first, Tensor):
+        return walk.tensor(base, list(args), first.shape, node)
     if base in ("finfo", "iinfo"):
         return Unknown(base)
     if base in ("no_grad", "inference_mode", "autocast", "is_grad_enabled", "get_default_dtype", "device"):
@@ -269,7 +280,22 @@ def _cat(walk: Walk, base: str, args: list[Value], kwargs: dict[str, Value], nod
     for t in items:
         assert t.shape is not None
         total = total + t.shape[axis]
-    return walk.tensor(base, list(items), (*first[:axis], total, *first[axis + 1 :]), node, axis=axis)
+    return walk.tensor(base, list(items), (*first[:axis], walk.simplify(total), *first[axis + 1 :]), node, axis=axis)
+
+
+def _einsum(equation: str | None, operands: list[Value]) -> tuple[Dim, ...] | None:
+    """The shape of an explicit einsum without ellipsis; axes of unknown operands stay unknown."""
+    if equation is None or "->" not in equation or "." in equation:
+        return None
+    left, right = equation.replace(" ", "").split("->")
+    sizes: dict[str, Dim] = {}
+    for term, value in zip(left.split(","), operands, strict=False):
+        shape = value.shape if isinstance(value, Tensor) else None
+        if shape is not None and len(shape) == len(term):
+            for axis, dim in zip(term, shape, strict=True):
+                if axis not in sizes or sizes[axis].wild:
+                    sizes[axis] = dim
+    return tuple(sizes.get(axis) or fresh() for axis in right)
 
 
 def _math(walk: Walk, name: str, args: list[Value]) -> Value:

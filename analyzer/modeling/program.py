@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvskill.analyzer.modeling import builtins as py
-from kvskill.analyzer.modeling.values import ClassVal, Const, External, Func, Value
+from kvskill.analyzer.modeling.values import ClassVal, Const, Dict_, External, Func, Tup, Value
 from kvskill.source import SourceFile, read_source
 
 __all__ = ["Program", "bind_files", "load_program", "source_files"]
@@ -77,10 +77,11 @@ def _bind_module(file: SourceFile, env: dict[str, Value], modules: dict[str, dic
             old = env.get(stmt.name)
             if not (isinstance(old, Func) and old.node is stmt):
                 env[stmt.name] = Func(stmt, file)
-        elif isinstance(stmt, ast.Assign) and len(stmt.targets) == 1 and isinstance(stmt.targets[0], ast.Name):
+        elif isinstance(stmt, (ast.Assign, ast.AnnAssign)) and stmt.value is not None:
+            target = stmt.targets[0] if isinstance(stmt, ast.Assign) else stmt.target
             value = _module_value(stmt.value, env)
-            if value is not None:
-                env[stmt.targets[0].id] = value
+            if value is not None and isinstance(target, ast.Name):
+                env[target.id] = value
 
 
 def _toplevel(body: list[ast.stmt]) -> Iterable[ast.stmt]:
@@ -107,6 +108,17 @@ def _module_value(node: ast.expr, env: dict[str, Value]) -> Value | None:
         return Const(node.value)
     if isinstance(node, ast.Name):
         return env.get(node.id)
+    if isinstance(node, ast.Dict):
+        items = {}
+        for key, val in zip(node.keys, node.values, strict=True):
+            value = _module_value(val, env)
+            if not isinstance(key, ast.Constant) or value is None:
+                return None
+            items[key.value] = value
+        return Dict_(items)
+    if isinstance(node, (ast.Tuple, ast.List)):
+        parts = [_module_value(e, env) for e in node.elts]
+        return Tup([p for p in parts if p is not None], isinstance(node, ast.List)) if all(parts) else None
     if isinstance(node, ast.Attribute):
         base = _module_value(node.value, env)
         return External(f"{base.name}.{node.attr}") if isinstance(base, External) else None

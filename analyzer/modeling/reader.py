@@ -11,6 +11,7 @@ from kvskill.analyzer.modeling.facts import AttentionFacts, CacheDecl, ModelFact
 from kvskill.analyzer.modeling.program import Program, load_program, source_files
 from kvskill.analyzer.modeling.run import Form, Run, run_model, submodules
 from kvskill.analyzer.modeling.seam import RepRun, SeamError, find_seam, rep_runs
+from kvskill.analyzer.modeling.settings import settings_of
 from kvskill.analyzer.modeling.values import ClassVal, Frame, Instance, Tensor
 from kvskill.analyzer.modeling.window import find_window
 from kvskill.diagnostics import Diagnostic, InputError, Severity, Span
@@ -41,6 +42,7 @@ def read_program(
                 Span(shown or "models"),
             )
         )
+    config = settings_of(program, top, config)
     state = _state(program, top)
     if state != "legacy":
         return ModelFacts(program, state, entry=top, findings=_state_findings(program, top, state))
@@ -94,10 +96,17 @@ def _state(program: Program, top: ClassVal) -> State:
                 entries |= node.attr == "cache_entries"
     info = top.method("get_cache_info") is not None
     if entries and info:
-        return "half-migrated" if unit else "paged"
+        # the engine ignores a leftover cache_unit; a write by batch row is what makes a half conversion
+        return "half-migrated" if unit and _writes_rows(program) else "paged"
     if entries or info:
         return "half-migrated"
     return "legacy"
+
+
+def _writes_rows(program: Program) -> bool:
+    """Whether any class still writes a cache by batch row."""
+    nodes = (n for cls in program.classes() for n in ast.walk(cls.node))
+    return any(isinstance(n, ast.Attribute) and n.attr in ("scatter_update_", "scatter_update") for n in nodes)
 
 
 def _state_findings(program: Program, top: ClassVal, state: State) -> tuple[Diagnostic, ...]:

@@ -111,11 +111,19 @@ def find_seam(reps: list[RepRun]) -> Seam:
     for rep in reps:
         _check_parts(rep, file, cls_node)
     prefill = next(r for r in reps if r.run.phase == "prefill")
-    frame = _common_frame(reps, file)
-    func = frame.func
-    assert isinstance(func, ast.FunctionDef) and frame.owner is not None
-    frames = {id(r): _frame_of(r, func) for r in reps}
-    anchor, names = _place(reps, frames, func, frame.file)
+    doubt: SeamError | None = None
+    for frame in _common_frames(reps, file):
+        func = frame.func
+        assert isinstance(func, ast.FunctionDef) and frame.owner is not None
+        frames = {id(r): _frame_of(r, func) for r in reps}
+        try:
+            anchor, names = _place(reps, frames, func, frame.file)
+            break
+        except SeamError as exc:  # K and V may get their names in a caller
+            doubt = doubt or exc
+    else:
+        assert doubt is not None
+        raise doubt
     removed = _removed(reps, frames, names, anchor)
     q, k, v = (_binding(prefill, frames[id(prefill)], anchor, n, frame.file) for n in names)
     out, extra, post = _output(reps, frames, func, frame.file)
@@ -205,16 +213,15 @@ def _reads(value: Tensor, write: Write) -> bool:
     )
 
 
-def _common_frame(reps: list[RepRun], file: SourceFile) -> Frame:
-    """The innermost method of the attention object in which all its attention computations happen."""
+def _common_frames(reps: list[RepRun], file: SourceFile) -> list[Frame]:
+    """Methods of the attention object in which all its attention computations happen, innermost first."""
     rep = reps[0]
     start = method_frame(rep.attends[0].out.frame, rep.inst)
     options = [f for f in (start.chain() if start else []) if f.self_ is rep.inst]
-    for frame in options:
-        func = frame.func
-        if all(_frame_of_or_none(r, func) is not None for r in reps):
-            return frame
-    raise _fail(file, rep.inst.cls.node, "KV154", "Prefill and decode attention share no method.", "Join them.")
+    found = [f for f in options if all(_frame_of_or_none(r, f.func) is not None for r in reps)]
+    if not found:
+        raise _fail(file, rep.inst.cls.node, "KV154", "Prefill and decode attention share no method.", "Join them.")
+    return found
 
 
 def _frame_of_or_none(rep: RepRun, func: ast.AST | None) -> Frame | None:
@@ -358,6 +365,10 @@ def _side_inputs(attend: Attend) -> set[Tensor]:
 
 
 def _axes(rep: RepRun) -> tuple[Dim, Dim]:
+    """(sequence, batch) of the hidden states: S and B, or B*S and 1 where a shim puts all tokens in one row."""
+    for t in rep.walk.tensors:
+        if t.op == "embedding" and t.shape is not None and len(t.shape) == 3 and t.shape[0].value == 1:
+            return t.shape[1], t.shape[0]
     return Dim.atom("S"), Dim.atom("B")
 
 
@@ -483,7 +494,7 @@ def _geometry(
     def expr(dim: Dim | None, given: Value | None, what: str) -> str:
         for target in (walk.as_dim(given) if given is not None else None, dim):
             if target is not None:
-                found = attr_for(walk, inst, target)
+                found = attr_for(walk, inst, target) or _config_path(inst, target) or _unit_attr(walk, inst, target)
                 if found is not None:
                     return f"{self_name}.{found}"
                 if target.value is not None:
@@ -500,7 +511,13 @@ def _geometry(
     kv_dim = k_dims[0] if k_dims else (unit[0] if unit else None)
     size = k_dims[1] if k_dims else (unit[1] if unit else None)
     v_size = v_dims[1] if v_dims else size
-    heads = expr(q_dims[0] if q_dims else None, attend.heads, "number of query heads")
+    try:
+        heads = expr(q_dims[0] if q_dims else None, attend.heads, "number of query heads")
+    except SeamError:
+        axis = {"BSND": 2, "BNSD": 1, "TND": 1}.get(layout.kind) if (layout := layout_of(walk, q, seq, batch)) else None
+        if axis is None:
+            raise
+        heads = f"{names[0]}.shape[{axis}]"
     kv = expr(kv_dim, attend.kv_heads, "number of KV heads")
     return heads, kv, expr(size, None, "head size"), expr(v_size, None, "value head size")
 
@@ -516,13 +533,14 @@ def _head_dims(rep: RepRun, value: Tensor, seq: Dim, batch: Dim) -> tuple[Dim, D
     if rep.run.phase != "prefill":
         return None
     todo: list[Tensor] = [value]
-    for _ in range(24):
+    for _ in range(40):
         if not todo:
             return None
         t = todo.pop(0)
         layout = layout_of(rep.walk, t, seq, batch)
         if layout is not None and layout.heads is not None and layout.dim is not None:
-            return layout.heads, layout.dim
+            if not (layout.heads.wild or layout.dim.wild):
+                return layout.heads, layout.dim
         if t.op in ("embedding",):
             return None
         todo.extend(p for p in tensor_parents(t)[:2])
@@ -547,6 +565,31 @@ def attr_for(walk: Walk, inst: Instance, dim: Dim) -> str | None:
     if same:
         return same[0]
     return close[0] if len(close) == 1 and (dim.wild or "//" in str(dim)) else None
+
+
+def _unit_attr(walk: Walk, inst: Instance, dim: Dim) -> str | None:
+    """A factor of `cache_unit` with this value: what the engine allocates is what the entries must say."""
+    stmt = inst.attr_nodes.get("cache_unit")
+    want = walk.concrete_dim(dim)
+    if stmt is None or want is None:
+        return None
+    for node in ast.walk(stmt):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in inst.attrs:
+            own = walk.as_dim(inst.attrs[node.attr])
+            if own is not None and walk.concrete_dim(own) == want:
+                return node.attr
+    return None
+
+
+def _config_path(inst: Instance, dim: Dim) -> str | None:
+    """A size that is one configuration value, through the configuration that the object keeps."""
+    if len(dim.atoms) != 1 or dim != Dim.atom(next(iter(dim.atoms))):
+        return None
+    path = next(iter(dim.atoms))
+    for name, value in inst.attrs.items():
+        if isinstance(value, Ref) and path.startswith(value.path + ".") and "[" not in path:
+            return name + path[len(value.path) :]
+    return None
 
 
 def _scale(

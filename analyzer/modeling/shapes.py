@@ -127,6 +127,8 @@ ELEMENTWISE = frozenset(
         "where_",
         "requires_grad",
         "dequantize",
+        "tril",
+        "triu",
     ]
 )
 # combine elements along an axis
@@ -215,6 +217,8 @@ def view(walk: Walk, node: ast.AST, t: Tensor, args: list[Value], kw: dict[str, 
         return walk.tensor("view", [t], None, node)
     shape: list[Dim] = []
     holes = [i for i, d in enumerate(sizes) if d is None]
+    walk.learn_batch(t, sizes)
+    sizes = [walk.known_dim(d) if d is not None else None for d in sizes]
     for d in sizes:
         shape.append(d if d is not None else fresh())
     if t.shape is not None:
@@ -336,7 +340,17 @@ def split(walk: Walk, node: ast.AST, t: Tensor, args: list[Value], kw: dict[str,
     dim_arg = args[1] if len(args) > 1 else kw.get("dim", Const(0))
     axis = _axis(walk, node, t, dim_arg)
     if not isinstance(sizes, Tup):
-        return Unknown("split by one size", (t,))
+        size = walk.as_dim(sizes)
+        if size is None or t.shape is None or axis is None:
+            return Unknown("split by one size", (t,))
+        parts = t.shape[axis].divide(size)
+        count = walk.concrete_dim(parts) if parts is not None else None
+        if count is None:
+            whole, one = walk.concrete_dim(t.shape[axis]), walk.concrete_dim(size)
+            count = whole // one if whole is not None and one and whole % one == 0 else None
+        if count is None or not 0 < count <= 64:
+            return Unknown("split by one size", (t,))
+        sizes = Tup([sizes] * count)
     out: list[Value] = []
     for i, item in enumerate(sizes.items):
         dim = walk.as_dim(item) or fresh()
@@ -354,7 +368,7 @@ def chunk(walk: Walk, node: ast.AST, t: Tensor, args: list[Value], kw: dict[str,
         return Unknown("chunk by an unknown count", (t,))
     shape = None
     if t.shape is not None and axis is not None:
-        part = t.shape[axis].divide(const(n)) or Dim.atom(f"({t.shape[axis]})//{n}")
+        part = walk.quotient(t.shape[axis], const(n))
         shape = (*t.shape[:axis], part, *t.shape[axis + 1 :])
     return Tup([walk.tensor("split", [t], shape, node, part=i, axis=axis) for i in range(n)])
 
@@ -435,9 +449,13 @@ def same_shape(name: str) -> Rule:
 def broadcast(
     walk: Walk, node: ast.AST, a: tuple[Dim, ...] | None, b: tuple[Dim, ...] | None
 ) -> tuple[Dim, ...] | None:
-    """The broadcast shape; axes that cannot match are a problem."""
+    """The broadcast shape; axes that cannot match are a problem.
+
+    An operand of unknown shape is taken to broadcast into the known one (a table, a scale, a bias); the numeric
+    verification is what would show it if it does not.
+    """
     if a is None or b is None:
-        return None
+        return a if b is None else b
     out: list[Dim] = []
     for i in range(1, max(len(a), len(b)) + 1):
         x = a[-i] if i <= len(a) else const(1)
@@ -518,7 +536,26 @@ def getitem(walk: Walk, node: ast.AST, t: Tensor, index: Value, parts: list[Valu
             lead = broadcast(walk, node, lead, other)
         if lead is not None:
             shape[adv_at:adv_at] = list(lead)
-    return walk.tensor("getitem", parents, tuple(shape), node, parts=parts, mixed=tuple(mixed) or None)
+    op = "view" if _only_unit_axes(t, parts) else "getitem"
+    return walk.tensor(op, parents, tuple(shape), node, parts=parts, mixed=tuple(mixed) or None)
+
+
+def _only_unit_axes(t: Tensor, parts: list[Value | slice]) -> bool:
+    """Does the index only insert axes and drop axes of size one?"""
+    assert t.shape is not None
+    axis = 0
+    for part in parts:
+        if isinstance(part, slice):
+            if not (part.start is None and part.stop is None and part.step is None):
+                return False
+            axis += 1
+        elif isinstance(part, Const) and part.value is None:
+            continue
+        elif _int(part) in (0, -1) and axis < len(t.shape) and t.shape[axis].value == 1:  # type: ignore[arg-type]
+            axis += 1
+        else:
+            return False
+    return True
 
 
 def _is_unknown(part: object) -> bool:
@@ -532,14 +569,14 @@ def _sliced(walk: Walk, dim: Dim, part: slice) -> Dim:
     if start is None or stop is None or step is None:
         return fresh()
     if step.value is not None and step.value != 1:
-        return dim.divide(step) or Dim.atom(f"({dim})//{step.value}")
+        return walk.quotient(dim, step)
     if start.value is not None and start.value < 0:
         start = dim + start
     if stop.value is not None and stop.value < 0:
         stop = dim + stop
     if stop.value is not None and dim.value is not None:
         stop = const(min(stop.value, dim.value))
-    return stop - start
+    return walk.simplify(stop - start)
 
 
 def outer(walk: Walk, node: ast.AST, t: Tensor, args: list[Value], kw: dict[str, Value]) -> Value:

@@ -91,10 +91,12 @@ def through(value: Value, stop: Callable[[Tensor], bool]) -> set[Tensor]:
         if t in seen:
             continue
         seen.add(t)
-        if stop(t) or t.op not in PASSING:
+        if stop(t) or (t.op not in PASSING and t.op not in ("where", "masked_fill")):
             out.add(t)
         elif t.op == "join":
             todo.extend(tensor_parents(t))
+        elif t.op in ("where", "masked_fill"):  # clearing unwritten rows
+            todo.extend(p for p in tensor_parents(t) if p.stream or any(a.op == "cache" for a in ancestors([p])))
         elif t.parents and isinstance(t.parents[0], Tensor):
             todo.append(t.parents[0])
         else:

@@ -124,6 +124,7 @@ class Walk:
     concrete: Callable[[str], Any]
     dim_env: dict[str, int] = field(default_factory=dict)
     dim_alias: dict[str, Dim] = field(default_factory=dict)
+    exact: dict[str, tuple[Dim, Dim]] = field(default_factory=dict)  # quotients without remainder
     problems: list[Problem] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     tests: list[Test] = field(default_factory=list)
@@ -187,7 +188,9 @@ class Walk:
     ) -> Tensor:
         frame = getattr(self, "frame", None)
         out = Tensor(op, tuple(parents), shape, node, frame, frame.stmt if frame else None, attrs)
-        out.stream = op == "embedding" or any(isinstance(p, Tensor) and p.stream for p in parents)
+        out.stream = any(isinstance(p, Tensor) and p.stream for p in parents) or (
+            op == "embedding" and (not parents or any(_from_ids(p) for p in parents))
+        )
         self.tensors.append(out)
         return out
 
@@ -203,6 +206,10 @@ class Walk:
             while (x := total.divide(unit)) is not None and total.terms:
                 y = rest.divide(unit)
                 total, rest, runtime = x, (y if y is not None else rest), runtime if y is not None else runtime * unit
+        for atom in sorted(total.atoms & rest.atoms):
+            unit = Dim.atom(atom)
+            while (x := total.divide(unit)) is not None and (y := rest.divide(unit)) is not None and total.terms:
+                total, rest = x, y
         exact = total.divide(rest)
         if exact is not None:
             return exact * runtime
@@ -212,7 +219,32 @@ class Walk:
         a, b = self.concrete_dim(total), self.concrete_dim(rest)
         if a is not None and b:
             self.dim_env[text] = a // b
+            if a % b == 0:
+                self.exact[text] = (total, rest)
         return Dim.atom(text) * runtime
+
+    def simplify(self, dim: Dim) -> Dim:
+        """k * (X // k) is X where k divides X."""
+        out = const(0)
+        for mono, coef in dim.terms:
+            term = Dim(((mono, coef),))
+            for name, _ in mono:
+                if name in self.exact:
+                    total, rest = self.exact[name]
+                    if rest.value == coef and (other := Dim(((mono, 1),)).divide(Dim.atom(name))) is not None:
+                        term = total * other
+                        break
+            out = out + term
+        return out
+
+    def taint(self, target: Value, values: list[Value]) -> None:
+        """An in-place write of hidden states into a tensor makes that tensor, and what it is a view of, hidden states."""
+        if not any(isinstance(v, Tensor) and v.stream for v in values):
+            return
+        t: Value | None = target
+        while isinstance(t, Tensor) and not t.stream and t.op != "cache":
+            t.stream = True
+            t = t.parents[0] if t.op in shapes.LAYOUT | {"getitem"} and t.parents else None
 
     def problem(self, node: ast.AST, kind: str, text: str) -> None:
         self.problems.append(Problem(node, self.frame, kind, text))
@@ -249,7 +281,7 @@ class Walk:
         if isinstance(value, Const) and isinstance(value.value, int) and not isinstance(value.value, bool):
             return const(value.value)
         if isinstance(value, Scalar):
-            return value.dim
+            return self.known_dim(value.dim) if value.dim is not None else None
         if isinstance(value, Ref):
             if value.path in self.dim_alias:
                 return self.dim_alias[value.path]
@@ -258,6 +290,24 @@ class Walk:
                 return None
             return Dim.atom(value.path)
         return None
+
+    def learn_batch(self, t: Tensor, sizes: list[Dim | None]) -> None:
+        """A shim that folds packed ids by a count of unknown origin folds them by requests: that count is B."""
+        if t.op in ("input:input_ids", "input:position_ids") and t.rank == 1 and len(sizes) == 2:
+            first = sizes[0]
+            if (
+                first is not None
+                and first.wild
+                and len(first.atoms) == 1
+                and first == Dim.atom(next(iter(first.atoms)))
+            ):
+                self.dim_alias[next(iter(first.atoms))] = Dim.atom("B")
+
+    def known_dim(self, dim: Dim) -> Dim:
+        """The dim with learned aliases put in."""
+        if len(dim.atoms) == 1 and (name := next(iter(dim.atoms))) in self.dim_alias and dim == Dim.atom(name):
+            return self.dim_alias[name]
+        return dim
 
     def unit_dims(self, unit: Value) -> tuple[Dim, ...] | None:
         """The factors of a `cache_unit`: a tuple of sizes or one size."""
@@ -480,6 +530,7 @@ class Walk:
             obj = self.eval(target.value)
             self.eval(target.slice)
             self.item_writes.append((target, frame, obj, value))
+            self.taint(obj, [value])
             if isinstance(obj, Dict_):
                 key = self.eval(target.slice)
                 if isinstance(key, Const):
@@ -688,7 +739,7 @@ class Walk:
             shape_a = a.shape if isinstance(a, Tensor) else ()
             shape_b = b.shape if isinstance(b, Tensor) else ()
             if isinstance(a, Unknown) or isinstance(b, Unknown):
-                shape = None
+                shape = shape_b if isinstance(a, Unknown) else shape_a
             else:
                 shape = shapes.broadcast(self, node, shape_a, shape_b)
             return self.tensor(name, [a, b], shape, node)
@@ -966,6 +1017,20 @@ class Walk:
         ]
         inst.attrs.update(dict(zip(names, args, strict=False)))
         inst.attrs.update(kwargs)
+
+
+def _from_ids(value: Value) -> bool:
+    """Is it computed from the token ids?"""
+    todo, seen = [value], set()
+    while todo:
+        t = todo.pop()
+        if not isinstance(t, Tensor) or id(t) in seen:
+            continue
+        if t.op == "input:input_ids":
+            return True
+        seen.add(id(t))
+        todo.extend(t.parents)
+    return False
 
 
 def _as_load(node: ast.expr) -> ast.expr:

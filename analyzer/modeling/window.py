@@ -37,6 +37,8 @@ def find_window(
     walk = reps[0].walk
     sizes = {w for ws in used.values() for w in ws}
     real = {int(v) for k, v in config.items() if isinstance(v, int) and "window" in k and not isinstance(v, bool)}
+    # `q - k <= W - 1` and `q - k < W` are one window
+    sizes = {w + 1 if w + 1 in real and w not in real else w for w in sizes}
     picked = sizes & real if sizes & real else sizes
     if len(picked) > 1:
         return None, f"it uses several window sizes ({sorted(picked)})"

@@ -13,8 +13,8 @@ from kvskill.implementer.textops import (
     body_start,
     insert_after,
     insert_before,
-    replace_expr,
     replace_statement,
+    wrap_expr,
 )
 from kvskill.source import SourceFile
 
@@ -287,10 +287,7 @@ def _squeeze(ctx: Context, file: SourceFile, node: ast.expr, value: Value, frame
         _squeeze(ctx, file, node.orelse, value, frame)
         return
     if isinstance(value, Tensor) and value.stream and value.rank == 3:
-        text = file.segment(node)
-        if not isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)):
-            text = f"({text})"
-        replace_expr(ctx.edit_set(file), node, f"{text}.squeeze(0)", "rows dropped again")
+        wrap_expr(ctx.edit_set(file), node, "", ".squeeze(0)", "rows dropped again")
     elif isinstance(value, Tup) and any(isinstance(v, Tensor) and v.stream and v.rank == 3 for v in value.items):
         ctx.refuse(
             file,

@@ -15,6 +15,7 @@ __all__ = [
     "drop_parameter",
     "parameter_names",
     "write_additions",
+    "write_cuts",
 ]
 
 
@@ -57,8 +58,24 @@ def write_additions(ctx: Context) -> None:
             if spec.vararg is not None:
                 left.append(spec.vararg)
             end = max(file.byte_range(a)[1] for a in left)
-        lead = ", " if left else ""
+        lead = _lead(file, left, end)
         edits.add(end, end, f"{lead}{name}={value}", f"pass {name} on")
+
+
+def _lead(file: SourceFile, left: list[ast.AST], end: int) -> str:
+    """What separates a new item from the last one: a line of its own where the last one has one."""
+    if not left:
+        return ""
+    last = max(left, key=lambda n: file.byte_range(n)[0] if file.byte_range(n)[1] <= end else -1)
+    start = file.byte_range(last)[0]
+    line = max(s for s in file.line_starts if s <= start)
+    head = file.raw[line:start]
+    if not head.strip():
+        return "," + "\n" + head.decode()
+    words = head.strip()
+    if words.endswith((b"=", b"**", b"*", b":")) and b"(" not in words and b"," not in words:  # name=value on its line
+        return "," + "\n" + head[: len(head) - len(head.lstrip())].decode()
+    return ", "
 
 
 def drop_parameter(ctx: Context, file: SourceFile, func: ast.FunctionDef, name: str) -> bool:
@@ -113,33 +130,56 @@ def drop_argument(ctx: Context, frame: Frame, name: str) -> list[ast.expr] | Non
 
 
 def _cut(ctx: Context, file: SourceFile, owner: ast.AST, node: ast.AST, default: ast.expr | None, why: str) -> bool:
-    """Cut an item of a comma-separated list together with one comma (and its line, when it stands alone)."""
-    start, end = file.byte_range(node)
-    if default is not None:
-        end = file.byte_range(default)[1]
-    raw = file.raw
-    after = end
-    while after < len(raw) and raw[after : after + 1] in (b" ", b"\t"):
-        after += 1
-    if raw[after : after + 1] == b",":
-        end = after + 1
-        line_start = raw.rfind(b"\n", 0, start) + 1
-        rest = raw.find(b"\n", end)
-        alone = not raw[line_start:start].strip() and rest >= 0 and not raw[end:rest].strip()
-        if alone:
-            ctx.edit_set(file).add(line_start, rest + 1, "", why)
-            return True
-        while raw[end : end + 1] in (b" ", b"\t"):
-            end += 1
-        ctx.edit_set(file).add(start, end, "", why)
-        return True
-    before = start
-    while before > 0 and raw[before - 1 : before] in (b" ", b"\t", b"\n", b"\r"):
-        before -= 1
-    if raw[before - 1 : before] == b",":
-        ctx.edit_set(file).add(before - 1, end, "", why)
-        return True
-    if raw[before - 1 : before] == b"(":
-        ctx.edit_set(file).add(start, end, "", why)
-        return True
-    return False
+    """Ask for an item of a comma-separated list to go."""
+    del default
+    ctx.cuts.setdefault(id(owner), (file, owner, {}))[2][id(node)] = why
+    return True
+
+
+def write_cuts(ctx: Context) -> None:
+    """Cut the items that were asked for, run by run, each run with the commas that belong to it."""
+    for file, owner, gone in ctx.cuts.values():
+        items = _items(file, owner)
+        edits = ctx.edit_set(file)
+        i = 0
+        while i < len(items):
+            if items[i][0] not in gone:
+                i += 1
+                continue
+            j = i
+            while j + 1 < len(items) and items[j + 1][0] in gone:
+                j += 1
+            why = gone[items[i][0]]
+            if j + 1 < len(items):
+                edits.add(items[i][1], items[j + 1][1], "", why)
+            elif i > 0:
+                edits.add(items[i - 1][2], items[j][2], "", why)
+            else:
+                edits.add(items[i][1], items[j][2], "", why)
+            i = j + 1
+
+
+def _items(file: SourceFile, owner: ast.AST) -> list[tuple[int, int, int]]:
+    """(id, start, end) of the items of a call or of a parameter list, in order of place."""
+    out: list[tuple[int, int, int]] = []
+    if isinstance(owner, ast.Call):
+        for arg in owner.args:
+            out.append((id(arg), *file.byte_range(arg)))
+        for keyword in owner.keywords:
+            out.append((id(keyword), *file.byte_range(keyword)))
+    elif isinstance(owner, ast.FunctionDef):
+        spec = owner.args
+        positional = [*spec.posonlyargs, *spec.args]
+        defaults: dict[int, ast.expr | None] = dict(
+            zip(map(id, positional[len(positional) - len(spec.defaults) :]), spec.defaults, strict=True)
+        )
+        defaults |= dict(zip(map(id, spec.kwonlyargs), spec.kw_defaults, strict=True))
+        for param in [*positional, *spec.kwonlyargs]:
+            start, end = file.byte_range(param)
+            default = defaults.get(id(param))
+            out.append((id(param), start, file.byte_range(default)[1] if default is not None else end))
+        for star, mark in ((spec.vararg, 1), (spec.kwarg, 2)):
+            if star is not None:
+                start, end = file.byte_range(star)
+                out.append((id(star), start - mark, end))
+    return sorted(out, key=lambda x: x[1])

@@ -15,7 +15,7 @@ from kvskill.analyzer.modeling.shapes import LAYOUT
 from kvskill.analyzer.modeling.trace import chain
 from kvskill.analyzer.modeling.values import Frame, Func, Instance, Tensor, Tup, Value
 from kvskill.implementer.framework.context import Context
-from kvskill.implementer.textops import body_start, insert_before, replace_expr, whole_removal
+from kvskill.implementer.textops import body_start, insert_before, replace_expr, whole_removal, wrap_expr
 from kvskill.source import SourceFile
 
 __all__ = ["Containers", "convert_containers", "find_containers"]
@@ -205,7 +205,7 @@ def _side_operand(
         return False
     if value.shape[0] == const(1) and value.shape[1] == const(1):
         return False
-    replace_expr(ctx.edit_set(file), part, f"({file.segment(part)}).squeeze(0)", "row axis dropped")
+    wrap_expr(ctx.edit_set(file), part, "", ".squeeze(0)", "row axis dropped")
     return True
 
 
@@ -237,7 +237,8 @@ def _shape(ctx: Context, file: SourceFile, part: ast.expr, value: Value, parents
         if index is not None:
             _axis(_replacer(ctx, file), owner, text, index, rank, "[{}]")
             return
-    replace_expr(edits, part, f"(1, *{text})", "packed tokens as one row")
+    del edits, text
+    wrap_expr(ctx.edit_set(file), part, "(1, *", ")", "packed tokens as one row")
 
 
 def _replacer(ctx: Context, file: SourceFile) -> Callable[[ast.AST, str], None]:

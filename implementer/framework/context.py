@@ -35,6 +35,8 @@ class Context:
     used_at: dict[int, list[tuple[int, set[str]]]] = field(default_factory=dict)
     imports: dict[str, set[str]] = field(default_factory=dict)  # file -> import lines wanted
     dropped_args: set[int] = field(default_factory=set)
+    # items of calls and parameter lists that go: id(owner) -> (file, owner, {id(item): why})
+    cuts: dict[int, tuple[SourceFile, ast.AST, dict[int, str]]] = field(default_factory=dict)
     # statements and tests that a pass cut out itself, outside `removed`
     rewritten: dict[int, set[ast.stmt]] = field(default_factory=dict)
     rewritten_tests: set[int] = field(default_factory=set)

@@ -10,7 +10,7 @@ from kvskill.implementer.framework.container import Containers
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.framework.threading import thread_metadata
 from kvskill.implementer.render import render
-from kvskill.implementer.textops import insert_after, insert_before, names_read, statements
+from kvskill.implementer.textops import insert_after, insert_before, names_read, replace_expr, statements
 
 __all__ = ["convert_last_token"]
 
@@ -62,6 +62,8 @@ def _replace(ctx: Context, frame: Frame, picks: list[Tensor]) -> dict[int, int]:
         for n in ast.walk(t)
         if isinstance(n, ast.Name) and isinstance(v := frame.values.get(id(n)), Tensor) and v.stream
     ]
+    if sources and not targets:
+        return _replace_inline(ctx, frame, picks, top)
     if not sources or not targets:
         ctx.refuse(
             frame.file,
@@ -101,6 +103,33 @@ def _replace(ctx: Context, frame: Frame, picks: list[Tensor]) -> dict[int, int]:
     ctx.use(func, {target, source, meta.split("[")[0]})
     ctx.mark_removed(Func(func, frame.file, frame.owner), removed)
     return {id(func): line}
+
+
+def _replace_inline(ctx: Context, frame: Frame, picks: list[Tensor], top: ast.stmt) -> dict[int, int]:
+    """`self.lm_head(hidden_states[:, -1:])`: the selection moves before the statement."""
+    func, pick = frame.func, picks[0]
+    assert isinstance(func, ast.FunctionDef)
+    node = pick.node
+    base = node.value if isinstance(node, ast.Subscript) else None
+    meta = thread_metadata(ctx, frame, top)
+    if len(picks) != 1 or not isinstance(base, ast.Name) or meta is None or not isinstance(node, ast.Subscript):
+        ctx.refuse(
+            frame.file,
+            top,
+            "KV210",
+            "How the last token is picked is not understood.",
+            "Pick it in a statement of its own.",
+        )
+        return {}
+    text = render("framework/last_token", name=base.id, meta=meta)
+    edits = ctx.edit_set(frame.file)
+    insert_before(edits, top, text, "one row per request for the head", ctx.unit(func, frame.file))
+    dropped = (
+        isinstance(pick.parents[0], Tensor) and pick.rank is not None and pick.rank == (pick.parents[0].rank or 0) - 1
+    )
+    replace_expr(edits, node, f"{base.id}[:, -1]" if dropped else base.id, "picked above")
+    ctx.use(func, {base.id, meta.split("[")[0]})
+    return {id(func): top.lineno - 1}
 
 
 def _ordered_reads(stmt: ast.stmt) -> list[str]:

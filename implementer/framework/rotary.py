@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ast
 
-from kvskill.analyzer.modeling.trace import ancestors
-from kvskill.analyzer.modeling.values import Frame, Func, Tensor
+from kvskill.analyzer.modeling.trace import ancestors, root_of
+from kvskill.analyzer.modeling.values import Const, Frame, Func, Tensor, Value
+from kvskill.analyzer.modeling.walk import Test
 from kvskill.implementer.framework.calls import add_argument, add_parameter
 from kvskill.implementer.framework.container import Containers
 from kvskill.implementer.framework.context import Context
@@ -36,7 +37,9 @@ def _by_count(t: Tensor) -> bool:
     if t.op != "getitem" or not isinstance(t.node, ast.Subscript) or t.stream or not t.shape or not t.parents:
         return False
     table = t.parents[0]
-    if not isinstance(table, Tensor) or any(a.op.startswith("input:") for a in ancestors([table])):
+    if not isinstance(table, Tensor) or any(
+        a.op.startswith("input:") or a.op == "cache" or a.stream for a in ancestors([table])
+    ):
         return False
     parts = t.attrs.get("parts") or []
     return bool(parts) and isinstance(parts[0], slice) and any(a in ("S", "B") for a in t.shape[0].atoms)
@@ -55,7 +58,7 @@ def _by_position(ctx: Context, containers: Containers, t: Tensor, frame: Frame) 
     assert isinstance(node, ast.Subscript)
     if not isinstance(func, ast.FunctionDef):
         return
-    name = _positions(ctx, containers, frame)
+    name = _positions(ctx, frame)
     if name is None:
         ctx.refuse(
             frame.file,
@@ -74,36 +77,40 @@ def _by_position(ctx: Context, containers: Containers, t: Tensor, frame: Frame) 
         _keep_prefill(ctx, frame, *branch)
 
 
-def _positions(ctx: Context, containers: Containers, frame: Frame) -> str | None:
+def _positions(ctx: Context, frame: Frame) -> str | None:
     """The name of position_ids in a frame, passed on along the calls where it is missing."""
-    run = ctx.facts.prefill
-    assert run is not None and isinstance(frame.func, ast.FunctionDef)
-    env = frame.env_before.get(id(frame.func.body[0]), frame.env)
-    for name, value in env.items():
-        if isinstance(value, Tensor) and any(a.op == "input:position_ids" for a in ancestors([value])):
-            return name
-    if frame.parent is None or not isinstance(frame.call, ast.Call):
+    if not isinstance(frame.func, ast.FunctionDef):
         return None
-    parent_env = frame.parent.env_before.get(id(frame.call_stmt), frame.parent.env)
-    source = next(
-        (
-            n
-            for n, v in parent_env.items()
-            if isinstance(v, Tensor)
-            and not v.stream
-            and any(a.op == "input:position_ids" for a in ancestors([v]))
-            and v.rank in (1, 2)
-        ),
-        None,
-    )
+    known = _bound_positions(frame, frame.func.body[0])
+    if known is not None:
+        return known
+    return _thread_positions(ctx, frame)
+
+
+def _bound_positions(frame: Frame, at: ast.stmt | None) -> str | None:
+    """A name that holds the positions themselves (rearranged at most) at a statement."""
+    env = frame.env_before.get(id(at), frame.env) if at is not None else frame.env
+    for name, value in env.items():
+        if isinstance(value, Tensor) and root_of(value) is not None:
+            root = root_of(value)
+            if root is not None and root.op == "input:position_ids":
+                return name
+    return None
+
+
+def _thread_positions(ctx: Context, frame: Frame) -> str | None:
+    parent, call, func = frame.parent, frame.call, frame.func
+    if parent is None or not isinstance(call, ast.Call) or not isinstance(func, ast.FunctionDef):
+        return None
+    source = _bound_positions(parent, frame.call_stmt) or _thread_positions(ctx, parent)
     if source is None:
         return None
-    name = ctx.fresh_name(frame.func, "position_ids")
-    add_parameter(ctx, frame.file, frame.func, name)
-    add_argument(ctx, frame.parent.file, frame.call, name, source)
-    ctx.use(frame.func, {name})
-    if isinstance(frame.parent.func, ast.FunctionDef):
-        ctx.use(frame.parent.func, {source})
+    name = ctx.fresh_name(func, "position_ids")
+    add_parameter(ctx, frame.file, func, name)
+    add_argument(ctx, parent.file, call, name, source)
+    ctx.use(func, {name})
+    if isinstance(parent.func, ast.FunctionDef):
+        ctx.use(parent.func, {source})
     return name
 
 
@@ -112,12 +119,20 @@ def _phase_branch(ctx: Context, frame: Frame, node: ast.AST) -> tuple[ast.If, bo
     run = ctx.facts.prefill
     assert run is not None
     for test in run.walk.tests:
-        if test.frame.func is frame.func and isinstance(test.owner, ast.If) and "S" in test.axes:
+        phase = "S" in test.axes or test.value == Const(True) and _decode_value(ctx, test) == Const(False)
+        if test.frame.func is frame.func and isinstance(test.owner, ast.If) and phase:
             if any(n is node for s in test.owner.body for n in ast.walk(s)):
                 return test.owner, True
             if any(n is node for s in test.owner.orelse for n in ast.walk(s)):
                 return test.owner, False
     return None
+
+
+def _decode_value(ctx: Context, test: Test) -> Value | None:
+    """What the same condition gives in decode."""
+    run = ctx.facts.decode
+    assert run is not None
+    return next((t.value for t in run.walk.tests if t.node is test.node), None)
 
 
 def _keep_prefill(ctx: Context, frame: Frame, branch: ast.If, in_body: bool) -> None:
