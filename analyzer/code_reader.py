@@ -91,6 +91,7 @@ def view_of(code: Code, facts: ModelFacts) -> CodeView:
         grounds=grounds,
         sinks=_sinks(seams),
         layer_windows=_layer_windows(seams),
+        mentions_window=_mentions_window(code.program.files.values()),
         scale=_one(seams, "scale_expr"),
         kv_heads=_one(seams, "kv_heads_expr"),
         field_uses=tuple(field_uses(code.program.files.values())),
@@ -136,6 +137,24 @@ def _layer_windows(attentions: Sequence[AttentionFacts]) -> dict[int, Seen | Non
         for layer, window in zip(a.layers, per_layer, strict=False):
             out[layer] = None if window is None else Seen(str(window), a.file.span(a.cls.node))
     return out
+
+
+def _mentions_window(files: Iterable[SourceFile]) -> Seen | None:
+    """The first name, attribute, parameter or key that speaks of a sliding window."""
+    for file in files:
+        for node in ast.walk(file.tree):
+            text = None
+            if isinstance(node, ast.Attribute):
+                text = node.attr
+            elif isinstance(node, ast.Name):
+                text = node.id
+            elif isinstance(node, ast.arg):
+                text = node.arg
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 60:
+                text = node.value
+            if text is not None and ("window" in text.lower() or "sliding" in text.lower()):
+                return Seen(text, file.span(node))
+    return None
 
 
 def _one(attentions: Sequence[AttentionFacts], name: str) -> Seen | None:

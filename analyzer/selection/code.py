@@ -30,7 +30,8 @@ class CodeView:
     `grounds` are properties of the attention that the paged path cannot express, by name of the ground (softcap,
     bias, non-causal, cross, block-sparse, chunked). `layer_windows` gives, per layer that was understood, the window
     that the code applies (None: full attention); None as a whole where no attention was understood. `owns_state`
-    names state that `init_cache` allocates beside K/V.
+    names state that `init_cache` allocates beside K/V. `mentions_window` is the first name with a window in it: as
+    long as there is one, a window that was not seen is a doubt and no proof of full attention.
     """
 
     model: ModelRef
@@ -39,6 +40,7 @@ class CodeView:
     sinks: Seen | None = None
     antiquant: Seen | None = None
     layer_windows: dict[int, Seen | None] | None = None
+    mentions_window: Seen | None = None
     scale: Seen | None = None
     kv_heads: Seen | None = None
     sublayers: int = 1

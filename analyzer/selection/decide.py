@@ -78,6 +78,8 @@ def select(given: SelectionInput) -> Selection:
     findings.extend(built.findings)
     mode, grounds = _kv_mode(given, built.groups, built.rejected, no_sinks, sinks is not None)
     findings.extend(g.finding for g in grounds if g.finding is not None)
+    if mode.value == "paged":
+        findings.extend(_other_state(given))
     kinds = {(g.attn_type, g.manager_key) for g in built.groups}
     mla = [g for g in built.groups if g.attention == "MLA"]
     absorb = Decision[bool](
@@ -288,6 +290,25 @@ def _disagreements(given: SelectionInput) -> list[Diagnostic]:
             )
         )
     return out
+
+
+def _other_state(given: SelectionInput) -> list[Diagnostic]:
+    """State beside K/V: with get_cache_info the engine never calls init_cache, so what is allocated there must move."""
+    facts = given.facts
+    layers = [x for x in facts.layers if x.kind == "state" or x.has_state]
+    extra = [x.name for x in facts.extra_caches]
+    if given.standalone or not (layers or extra):
+        return []
+    what = ", ".join([*([f"recurrent state in {len(layers)} layers"] if layers else []), *extra])
+    return [
+        Diagnostic(
+            "KV037",
+            Severity.BLOCKING,
+            f"The model keeps more than K and V ({what}), and get_cache_info switches its allocation off.",
+            "Declare entries for it by hand (MambaCacheEntry for recurrent state); this tool converts K and V only.",
+            Span(facts.shown),
+        )
+    ]
 
 
 def _mla_evidence(given: SelectionInput) -> tuple[Evidence, ...]:

@@ -12,40 +12,57 @@ __all__ = ["effective"]
 
 
 def effective(facts: ConfigFacts, code: CodeView | None) -> tuple[ConfigFacts, tuple[Diagnostic, ...]]:
-    """Config facts with the windows of the code, and the differences."""
+    """Config facts with the windows of the code, and the differences.
+
+    A window seen in the code counts. That none was seen counts only where the code speaks of no window at all; else it
+    is a doubt, and a blocking finding.
+    """
     seen = code.layer_windows if code is not None else None
-    if seen is None:
+    if seen is None or code is None:
         return facts, ()
     layers: list[LayerFacts] = []
     changed: list[tuple[LayerFacts, int | None, Span]] = []
+    doubted: list[LayerFacts] = []
     for layer in facts.layers:
+        layers.append(layer)
         if layer.index not in seen or layer.kind not in ("full", "sliding"):
-            layers.append(layer)
             continue
         found = seen[layer.index]
         window = int(found.value) if found is not None and found.value.isdigit() else None
-        configured = layer.window if layer.kind == "sliding" else None
-        if window == configured:
-            layers.append(layer)
+        if window == (layer.window if layer.kind == "sliding" else None):
+            continue
+        if window is None and code.mentions_window is not None:
+            doubted.append(layer)
             continue
         kind = "full" if window is None else "sliding"
         attn_type = "FullAttention" if window is None else "SlidingWindow"
-        layers.append(replace(layer, kind=kind, attn_type=attn_type, window=window))  # type: ignore[arg-type]
+        layers[-1] = replace(layer, kind=kind, attn_type=attn_type, window=window)  # type: ignore[arg-type]
         changed.append((layer, window, found.span if found is not None else Span(facts.shown)))
+    findings = []
+    if doubted and code.mentions_window is not None:
+        findings.append(_doubt(doubted, code.mentions_window.span))
     if not changed:
-        return facts, ()
-    return replace(facts, layers=tuple(layers), groups=_regroup(layers)), (_difference(changed, code, facts),)
+        return facts, tuple(findings)
+    findings.append(_difference(changed, code, facts))
+    return replace(facts, layers=tuple(layers), groups=_regroup(layers)), tuple(findings)
 
 
-def _difference(
-    changed: list[tuple[LayerFacts, int | None, Span]], code: CodeView | None, facts: ConfigFacts
-) -> Diagnostic:
+def _doubt(layers: list[LayerFacts], span: Span) -> Diagnostic:
+    return Diagnostic(
+        "KV036",
+        Severity.BLOCKING,
+        f"The config says a window of {layers[0].window} in {len(layers)} layers (first: {layers[0].index}); the code "
+        "speaks of a window, but its use in those layers was not understood.",
+        "Apply the window through an attribute of the attention class, or give the model's real config with --config.",
+        span,
+    )
+
+
+def _difference(changed: list[tuple[LayerFacts, int | None, Span]], code: CodeView, facts: ConfigFacts) -> Diagnostic:
     first, window, span = changed[0]
     said = "full attention" if first.kind == "full" else f"a window of {first.window}"
     does = "full attention" if window is None else f"a window of {window}"
-    where = (
-        span if window is not None else Span(code.model.modeling[0] if code and code.model.modeling else facts.shown)
-    )
+    where = span if window is not None or not code.model.modeling else Span(code.model.modeling[0])
     return Diagnostic(
         "KV035",
         Severity.WARNING,

@@ -327,6 +327,9 @@ def test_code_wins_over_the_config_about_windows() -> None:
     changed, (finding,) = effective(facts, none)
     assert finding.code == "KV035" and {x.attn_type for x in changed.layers} == {"FullAttention"}
     assert len(changed.groups) == 1 and changed.groups[0].indices == (0, 1, 2, 3)
+    doubt = _view(layer_windows=dict.fromkeys(range(4)), mentions_window=Seen("sliding_window", HERE))
+    same_facts, (finding,) = effective(facts, doubt)
+    assert same_facts is facts and (finding.code, finding.severity) == ("KV036", Severity.BLOCKING)
     everywhere = _view(layer_windows={i: Seen("512", HERE) for i in range(4)})
     assert {x.window for x in effective(facts, everywhere)[0].layers} == {512}
     assert effective(facts, _view()) == (facts, ())
@@ -385,3 +388,13 @@ def test_kv_scheme_in_the_config(tmp_path: Path) -> None:
     config = {"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "int"}}}
     assert [f.id for f in find_features(folder, folder, (), config)] == ["kv-quant"]
     assert find_features(folder, folder, (), {"quantization_config": {"kv_cache_scheme": None}}) == ()
+
+
+def test_state_beside_kv_blocks() -> None:
+    hybrid = {**GQA, "model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2}
+    s = _select(hybrid)
+    assert [f.severity for f in s.findings if f.code == "KV037"] == [Severity.BLOCKING]
+    assert "KV037" not in [f.code for f in _select(GQA).findings]
+    without = _select(hybrid, profile={"found": True, "mamba_cache_entry": False})
+    assert without.kv_mode.value == "legacy" and "MambaCacheEntry" in without.grounds[0]
+    assert "KV037" not in [f.code for f in without.findings]
