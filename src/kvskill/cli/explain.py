@@ -33,13 +33,6 @@ def _errors() -> Mapping[str, Any]:
     return data
 
 
-def _selection() -> Mapping[str, Any]:
-    from kvskill.opsinfo.facts import reference_data
-
-    data: Mapping[str, Any] = reference_data("selection/rules")["rules"]
-    return data
-
-
 def _code(code: str) -> dict[str, Any]:
     rule = _rules()[code]
     page = resources.files("kvskill").joinpath(f"references/rules/{code}.md")
@@ -83,15 +76,6 @@ def _selection_rules() -> dict[str, str]:
     return {r.lower(): r for r in all_rules()}
 
 
-def _selected(name: str) -> dict[str, Any]:
-    row = _selection()[name]
-    text = (
-        f"{name}: {row['title']}\nwhen: {row['when']}\nthen: {row['then']}\nwhy: {row['why']} "
-        f"[{']['.join(row['source'])}]\nletters: kvskill explain evidence; NPU: not run"
-    )
-    return {"kind": "selection rule", "name": name, **row, "text": text}
-
-
 def _role(name: str) -> dict[str, Any]:
     from kvskill.skillpack.pack import role_texts
 
@@ -114,9 +98,6 @@ def _look_up(name: str) -> dict[str, Any]:
         return _error(plain)
     if plain in by_rule:
         return _code(by_rule[plain])
-    selection = {key.lower(): key for key in _selection()}
-    if plain in selection:
-        return _selected(selection[plain])
     if plain.removeprefix("role-") in ROLES:
         return _role(plain)
     known = [*rules, *by_rule, *_topics(), *_errors(), *_selection_rules().values(), *(f"role-{r}" for r in ROLES)]
@@ -129,7 +110,6 @@ def _overview() -> dict[str, list[str]]:
     return {
         "topics": list(_topics()),
         "common errors": list(_errors()),
-        "selection rules": list(_selection()),
         "codes": [f"{code} {row['name']}" for code, row in _rules().items()],
         "selection rules": list(_selection_rules().values()),
         "roles": [f"role-{r}" for r in ROLES],
