@@ -74,6 +74,7 @@ def test_one_token_on_paged_bsh_keeps_exactly_pre_tokens_keys(fa, mode, version)
         assert seen(fa, (1, 1), (4, length), "BSND", pages=3, **kwargs) == [everything]
         assert seen(fa, (1, 1), (4, length), "BNSD", pages=3, **kwargs) == [everything]
         assert seen(fa, (1, 1), (4, length), "BNSD", pages=4, **kwargs) == [everything]
+        assert seen(fa, (1, 1), (4, length), "BSH", pages=5, **kwargs) == [everything]
         assert seen(fa, (1, 1), (4, length), "BSH", pages=3, **{**kwargs, "pre": MAX}) == [everything]
 
 

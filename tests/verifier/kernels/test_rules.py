@@ -519,3 +519,20 @@ def test_codes_are_registered_with_a_page():
         for rule in load_profile(name).rules:
             assert rule.code in registry
             assert (root / f"references/rules/{rule.code}.md").is_file()
+
+
+def test_silent_rules_are_those_that_no_device_checks():
+    silent = {r.id for r in load_profile(NEW).rules if r.silent}
+    assert {"fa-mask-contents", "fa-table-ids", "nd-update-slots", "fa-one-token-mask", "fa-scale"} <= silent
+    assert not {"fa-packed-dims", "fa-query-total", "fa-mask-dtype", "fa-block-size"} & silent
+    (_, hit), *_ = broken_rules(V2, tnd(atten_mask=~MASK), c())
+    assert hit.rule == "fa-mask-contents" and hit.silent
+
+
+def test_noted_rules_do_not_raise():
+    noted = replace(c(), note=frozenset({"fa-mask-contents"}))
+    take_warnings()
+    check_call(V2, tnd(atten_mask=~MASK), noted)
+    assert [h.rule for h in take_warnings()] == ["fa-mask-contents"]
+    with pytest.raises(OperatorRuleViolation, match="fa-query-total"):
+        check_call(V2, tnd(atten_mask=~MASK, actual_seq_qlen=[3, 4]), noted)

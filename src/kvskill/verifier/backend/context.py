@@ -30,6 +30,7 @@ class OpContext:
     enforce       check the rules; False computes what can be computed
     strict        a rule of level warning raises too
     waive         rule ids that are not checked (a report should name them)
+    note          rule ids that are noted like warnings instead of raised: the device would go on, too
     """
 
     profile: str = DEFAULT_PROFILE
@@ -41,6 +42,7 @@ class OpContext:
     enforce: bool = True
     strict: bool = False
     waive: frozenset[str] = frozenset()
+    note: frozenset[str] = frozenset()
 
 
 _current = OpContext()

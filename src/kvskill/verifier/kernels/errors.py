@@ -9,7 +9,10 @@ __all__ = ["MissingKernel", "OperatorRuleViolation", "RuleHit", "UnmodelledCall"
 
 @dataclass(frozen=True)
 class RuleHit:
-    """A rule that a call breaks: its id and KV code, the profile, where the rule comes from, what was found."""
+    """A rule that a call breaks: its id and KV code, the profile, where the rule comes from, what was found.
+
+    `silent`: the device is not known to refuse the call, it goes on and computes something else.
+    """
 
     rule: str
     code: str
@@ -17,6 +20,7 @@ class RuleHit:
     op: str
     source: str
     message: str
+    silent: bool = False
 
     def __str__(self) -> str:
         return f"{self.op}: {self.message} [{self.rule}, profile {self.profile}; source: {self.source}]"

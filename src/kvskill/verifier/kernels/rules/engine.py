@@ -29,14 +29,15 @@ def broken_rules(op: str, arguments: dict[str, Any], context: OpContext) -> list
         facts = check(view, rule.params, context)
         if facts is not None:
             message = rule.message.format(**facts)
-            hits.append((rule, RuleHit(rule.id, rule.code, context.profile, op, rule.source, message)))
+            hit = RuleHit(rule.id, rule.code, context.profile, op, rule.source, message, rule.silent)
+            hits.append((rule, hit))
     return hits
 
 
 def check_call(op: str, arguments: dict[str, Any], context: OpContext) -> None:
     """Raise OperatorRuleViolation when the call breaks a rule; note the warnings (see `take_warnings`)."""
     hits = broken_rules(op, arguments, context)
-    errors = tuple(h for r, h in hits if r.level == "error" or context.strict)
+    errors = tuple(h for r, h in hits if (r.level == "error" or context.strict) and r.id not in context.note)
     if errors:
         raise OperatorRuleViolation(errors)
     for _, hit in hits:

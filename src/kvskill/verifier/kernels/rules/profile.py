@@ -24,6 +24,7 @@ class Rule:
 
     `ops` are operator names; "fa" stands for both versions. `early` rules come first, and when one is broken
     the later ones are not looked at. `message` is a format string over the facts that the check returns.
+    `silent` rules are those that no device checks: the call goes on and computes something else.
     """
 
     id: str
@@ -34,6 +35,7 @@ class Rule:
     source: str
     level: Level = "error"
     early: bool = False
+    silent: bool = False
     params: dict[str, Any] = field(default_factory=dict)
 
 
