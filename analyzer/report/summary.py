@@ -208,10 +208,11 @@ def _closing(a: Analysis) -> Iterator[str]:
 
 
 def _evidence(evidence: Sequence[Evidence]) -> str:
+    """The first piece of evidence in words, the places of the next two."""
     parts = []
-    for e in evidence[:2]:
-        text = f"{e.ref}: {e.note}" if e.note else e.ref
-        parts.append(text if len(text) <= 100 else text[:97] + "...")
+    for i, e in enumerate(evidence[:3]):
+        text = f"{e.ref}: {e.note}" if e.note and i == 0 else e.ref
+        parts.append(text if len(text) <= 140 else text[:137] + "...")
     return "; ".join(parts)
 
 

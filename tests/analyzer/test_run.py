@@ -150,6 +150,9 @@ def test_config_order(repo: Path, tmp_path: Path) -> None:
     given.parent.mkdir()
     given.write_text((folder / "config.json").read_text())
     assert source(config=given)[0] == source(config=given.parent)[0] == "option"
+    manifest = analyze(AnalyzeRequest("tiny_dense", repo=repo, write=False, config=given)).manifest
+    assert manifest.model.config_file is not None
+    assert (repo / manifest.model.config_file).resolve() == given.resolve()
     for path in (folder / "config").glob("*.yaml"):
         path.write_text(path.read_text().replace("models/tiny_dense", "/no/such/place"))
     assert source()[0] == "folder"

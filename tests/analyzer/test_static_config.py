@@ -100,7 +100,8 @@ def test_nested_class_and_choice(tmp_path: Path) -> None:
 def test_dataclass_style(tmp_path: Path) -> None:
     text = (
         "from dataclasses import field\nclass AConfig(PreTrainedConfig):\n    model_type: str = 'a'\n"
-        "    num_hidden_layers: int = 3\n    layer_types: list = field(default_factory=lambda: ['full_attention'] * 3)\n"
+        "    num_hidden_layers: int = 3\n"
+        "    layer_types: list = field(default_factory=lambda: ['full_attention'] * 3)\n"
         ""
     )
     assert _read(tmp_path, text).values == {
@@ -114,7 +115,8 @@ def test_unknown_branches_make_values_unknown(tmp_path: Path) -> None:
     text = (
         "class AConfig(PretrainedConfig):\n    model_type = 'a'\n"
         "    def __init__(self, n=2):\n"
-        "        self.n = n\n        if is_npu():\n            self.n = 5\n        self.m = self.n + 1\n        self.k = 3\n"
+        "        self.n = n\n        if is_npu():\n            self.n = 5\n"
+        "        self.m = self.n + 1\n        self.k = 3\n"
     )
     assert _read(tmp_path, text).values == {"model_type": "a", "k": 3}
 
