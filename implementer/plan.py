@@ -18,6 +18,7 @@ from kvskill.implementer.framework.interface import add_cache_info, add_imports,
 from kvskill.implementer.framework.lasttoken import convert_last_token
 from kvskill.implementer.framework.parallel import guard_parallel_branches
 from kvskill.implementer.framework.rotary import convert_rotary
+from kvskill.implementer.framework.rows import convert_row_counts
 from kvskill.implementer.framework.threading import thread_metadata
 from kvskill.manifest import Manifest
 
@@ -63,6 +64,7 @@ def build_plan(facts: ModelFacts, manifest: Manifest) -> Plan:
     sweep(ctx)
     convert_containers(ctx, containers, after)
     convert_blocks(ctx, containers, set())
+    convert_row_counts(ctx, containers)
     convert_phase_tests(ctx)
     touched = set(containers.functions) | {id(a.seam.func) for a in facts.attentions}
     touched |= {id(a.entry) for a in facts.attentions}

@@ -180,6 +180,8 @@ class Walk:
         finally:
             if parent is not None:
                 self.frame = parent
+            else:
+                del self.frame
 
     # -- helpers used by rules -----------------------------------------------------------------------------
 
@@ -217,6 +219,8 @@ class Walk:
             return const(total.value // rest.value) * runtime
         text = f"({total})//({rest})"
         a, b = self.concrete_dim(total), self.concrete_dim(rest)
+        if a is not None and a == b:
+            return runtime
         if a is not None and b:
             self.dim_env[text] = a // b
             if a % b == 0:

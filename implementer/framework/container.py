@@ -155,10 +155,14 @@ def _shim(
     if ctx.facts.form != "packed-1d" or value.op not in LAYOUT | {"getitem"} or value.node is not part:
         return False
     kind = _kind(value)
-    if kind not in ("ids", "positions") or not _row_axes(value):
-        return False
     source = value.parents[0] if value.parents else None
-    if not isinstance(source, Tensor) or source.rank != 1:
+    if not isinstance(source, Tensor):
+        return False
+    if kind == "stream":
+        folded = source.rank == 2 and value.rank == 3 and value.shape is not None and source.shape is not None
+        if not folded or value.shape is None or source.shape is None or value.shape[2] != source.shape[1]:
+            return False
+    elif kind not in ("ids", "positions") or not _row_axes(value) or source.rank != 1:
         return False
     base = _base(part, frame)
     if base is None:

@@ -45,9 +45,12 @@ def _left(ctx: Context, func: Func) -> list[ast.stmt]:
     return [s for s in statements(func.node.body) if s not in gone]
 
 
-def _reads(ctx: Context, func: Func) -> set[str]:
+def _reads(ctx: Context, func: Func, after: int = 0) -> set[str]:
+    """Names that what stays reads, from line `after` on."""
     out = set(ctx.used.get(id(func.node), set()))
     for stmt in _left(ctx, func):
+        if stmt.lineno <= after and not isinstance(stmt, ast.While):
+            continue
         if isinstance(stmt, (ast.If, ast.While)):
             out |= set() if id(stmt.test) in ctx.rewritten_tests else names_read([stmt.test])
         elif isinstance(stmt, ast.For):
@@ -84,11 +87,15 @@ def _live_names(ctx: Context, stmt: ast.stmt) -> set[str]:
 
 
 def _dead_statements(ctx: Context, func: Func) -> bool:
-    reads = _reads(ctx, func)
     freed = ctx.freed.get(id(func.node), set())
     dead: set[ast.stmt] = set()
+    everywhere = _reads(ctx, func)
+    looped = _in_loops(func)
     for stmt in _left(ctx, func):
         targets = _plain_targets(stmt)
+        if not targets & freed:
+            continue
+        reads = everywhere if stmt in looped else _reads(ctx, func, stmt.lineno)
         later = {n for line, names in ctx.used_at.get(id(func.node), []) if stmt.lineno < line for n in names}
         if targets and not targets & (reads | later) and targets & freed and _pure(ctx, func, stmt):
             dead.add(stmt)
@@ -101,6 +108,16 @@ def _dead_statements(ctx: Context, func: Func) -> bool:
         if isinstance(stmt, (ast.If, ast.While)):
             ctx.freed[id(func.node)] |= names_read([stmt.test])
     return True
+
+
+def _in_loops(func: Func) -> set[ast.stmt]:
+    """Statements whose binding the next turn of a loop may read."""
+    assert isinstance(func.node, ast.FunctionDef)
+    out: set[ast.stmt] = set()
+    for stmt in statements(func.node.body):
+        if isinstance(stmt, (ast.For, ast.While)):
+            out.update(statements(stmt.body))
+    return out
 
 
 def _plain_targets(stmt: ast.stmt) -> set[str]:
