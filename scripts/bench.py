@@ -6,20 +6,21 @@ Compared are whole processes on the same modeling file, run in turn so that a bu
 * torchfix: a public libcst-based fixer with all its rules, when its executable is given or on PATH;
 * kvskill analyze (reads config, YAML files, the target's source and the modeling file), apply --diff, and both.
 
-The time of an empty Python process is taken off everywhere. Nothing is asserted: seconds depend on the machine,
-ratios much less.
+Measured is processor time (user and system, child processes included), which a busy machine disturbs less than the
+clock. The time of an empty Python process is taken off everywhere. Nothing is asserted: seconds depend on the
+machine, ratios much less.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +36,11 @@ assert wrapper.module.bytes == text
 """
 
 
+def _children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 @dataclass
 class Contender:
     """One command; `seconds` of each run, without interpreter start."""
@@ -46,11 +52,11 @@ class Contender:
     seconds: list[float] = field(default_factory=list)
 
     def run(self) -> float:
-        """Seconds of one process; fails loudly when it fails."""
+        """Processor seconds of one process; fails loudly when it fails."""
         env = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        start = time.perf_counter()
+        start = _children()
         result = subprocess.run(self.argv, cwd=self.cwd, env=env, capture_output=True, text=True)
-        spent = time.perf_counter() - start
+        spent = _children() - start
         if result.returncode not in self.ok:
             raise SystemExit(
                 f"{self.name} returned {result.returncode}:\n{result.stdout[-500:]}\n{result.stderr[-1500:]}"
@@ -98,7 +104,8 @@ def _table(model: str, repo: Path, everyone: list[Contender], runs: int) -> None
     lines = (repo / "models" / model / "models" / f"modeling_{model}.py").read_bytes().count(b"\n")
     rows = [(c.name, statistics.median(c.seconds) - base) for c in everyone]
     rows.append(("kvskill analyze + apply", sum(seconds for name, seconds in rows if name.startswith("kvskill"))))
-    print(f"\n{model}: modeling file of {lines} lines, median of {runs}, an empty process takes {base * 1e3:.0f} ms")
+    print(f"\n{model}: modeling file of {lines} lines; processor time, median of {runs}")
+    print(f"  taken off everywhere: {base * 1e3:.0f} ms of an empty Python process")
     for name, seconds in rows:
         print(f"  {name:<34} {seconds * 1e3:8.0f} ms   {seconds / rows[0][1]:6.2f} x floor")
 
