@@ -12,7 +12,7 @@ from kvskill.implementer.framework.blocks import convert_blocks, convert_phase_t
 from kvskill.implementer.framework.calls import write_additions, write_cuts
 from kvskill.implementer.framework.container import convert_containers, find_containers
 from kvskill.implementer.framework.context import Context
-from kvskill.implementer.framework.deadcode import sweep, write_removals
+from kvskill.implementer.framework.deadcode import settle_names, sweep, write_removals
 from kvskill.implementer.framework.fields import migrate_fields
 from kvskill.implementer.framework.interface import add_cache_info, add_imports, register_groups
 from kvskill.implementer.framework.lasttoken import convert_last_token
@@ -73,6 +73,7 @@ def build_plan(facts: ModelFacts, manifest: Manifest) -> Plan:
     register_groups(ctx)
     migrate_fields(ctx)
     add_imports(ctx)
+    settle_names(ctx)
     write_removals(ctx)
     write_cuts(ctx)
     write_additions(ctx)

@@ -97,6 +97,9 @@ def _replace_seam(ctx: Context, facts: AttentionFacts, meta: str) -> None:
     )
     unit = ctx.unit(func, file)
     insert_before(ctx.edit_set(file), seam.anchor, text, "paged attention", unit)
+    ctx.bound_at.setdefault(id(func), []).append(
+        (seam.anchor.lineno, {seam.out.name, *(seam.extra_targets if len(seam.extra_targets) == 1 else ())})
+    )
     ctx.use_at(func, seam.anchor.lineno, {seam.q.name, seam.k.name, seam.v.name})
     ctx.use(func, {meta.split("[")[0].split(".")[0], seam.self_name})
     by_func: dict[int, tuple[Func, set[ast.stmt]]] = {}

@@ -33,6 +33,8 @@ class Context:
     used: dict[int, set[str]] = field(default_factory=dict)
     # names that inserted code reads at a line: they keep only what is bound above it alive
     used_at: dict[int, list[tuple[int, set[str]]]] = field(default_factory=dict)
+    # names that inserted code binds at a line
+    bound_at: dict[int, list[tuple[int, set[str]]]] = field(default_factory=dict)
     imports: dict[str, set[str]] = field(default_factory=dict)  # file -> import lines wanted
     dropped_args: set[int] = field(default_factory=set)
     # items of calls and parameter lists that go: id(owner) -> (file, owner, {id(item): why})

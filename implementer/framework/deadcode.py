@@ -7,9 +7,9 @@ import ast
 from kvskill.analyzer.modeling.values import Frame, Func
 from kvskill.implementer.framework.calls import drop_argument, drop_parameter, parameter_names
 from kvskill.implementer.framework.context import Context
-from kvskill.implementer.textops import names_read, remove_statements, statements, whole_removal
+from kvskill.implementer.textops import names_read, remove_statements, replace_expr, statements, whole_removal
 
-__all__ = ["sweep", "write_removals"]
+__all__ = ["settle_names", "sweep", "write_removals"]
 
 
 def sweep(ctx: Context) -> None:
@@ -23,6 +23,73 @@ def sweep(ctx: Context) -> None:
             changed |= _dead_parameters(ctx, ctx.functions[key], dropped)
         if not changed:
             return
+
+
+def settle_names(ctx: Context) -> None:
+    """Names that only removed statements bound must not be read any more.
+
+    A by-product of the old attention that is merely returned (weights, the cache itself) is returned as None; any
+    other use is not understood and stops the plan.
+    """
+    for key, func in ctx.functions.items():
+        node = func.node
+        assert isinstance(node, ast.FunctionDef)
+        gone: set[ast.stmt] = set()
+        for stmt in whole_removal(node.body, ctx.removed.get(key, set())):
+            gone.update(statements([stmt]))
+        lost = {n.id for s in gone for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        left = _left(ctx, func)
+        kept = set(parameter_names(node)) | {a.arg for a in (node.args.vararg, node.args.kwarg) if a is not None}
+        for stmt in left:
+            for part in _own_expressions(stmt):
+                kept |= {
+                    n.id for n in ast.walk(part) if isinstance(n, ast.Name) and isinstance(n.ctx, (ast.Store, ast.Del))
+                }
+        kept |= {name for _, names in ctx.bound_at.get(key, []) for name in names}
+        missing = lost - kept
+        if missing:
+            _settle(ctx, func, left, missing)
+
+
+def _settle(ctx: Context, func: Func, left: list[ast.stmt], missing: set[str]) -> None:
+    for stmt in left:
+        for part in _own_expressions(stmt):
+            cut = {id(n) for d in ast.walk(part) if id(d) in ctx.dropped_args for n in ast.walk(d)}
+            for name in ast.walk(part):
+                if not (isinstance(name, ast.Name) and isinstance(name.ctx, ast.Load) and name.id in missing):
+                    continue
+                if id(name) in cut:
+                    continue
+                if isinstance(stmt, ast.Return) and _returned_plainly(stmt.value, name):
+                    replace_expr(ctx.edit_set(func.file), name, "None", "a by-product of the old attention")
+                    continue
+                ctx.refuse(
+                    func.file,
+                    name,
+                    "KV216",
+                    f"`{name.id}` comes from code that the paged path replaces, and is still used here.",
+                    "Drop this use, or keep what it needs before the cache is written.",
+                )
+
+
+def _own_expressions(stmt: ast.stmt) -> list[ast.AST]:
+    """The parts of a statement that are not statements themselves."""
+    if isinstance(stmt, (ast.If, ast.While)):
+        return [stmt.test]
+    if isinstance(stmt, ast.For):
+        return [stmt.target, stmt.iter]
+    if isinstance(stmt, ast.With):
+        return [i for i in stmt.items]
+    if isinstance(stmt, (ast.Try, ast.FunctionDef, ast.ClassDef)):
+        return []
+    return [stmt]
+
+
+def _returned_plainly(value: ast.expr | None, name: ast.Name) -> bool:
+    """Is the name one element of the returned tuple (or of a tuple in it)?"""
+    if isinstance(value, ast.Tuple):
+        return any(e is name or _returned_plainly(e, name) for e in value.elts)
+    return False
 
 
 def write_removals(ctx: Context) -> None:

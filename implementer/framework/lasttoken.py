@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from kvskill.analyzer.modeling.trace import stmt_in
+from kvskill.analyzer.modeling.trace import chain, stmt_in
 from kvskill.analyzer.modeling.values import Frame, Func, Tensor
 from kvskill.implementer.framework.container import Containers
 from kvskill.implementer.framework.context import Context
@@ -62,7 +62,7 @@ def _replace(ctx: Context, frame: Frame, picks: list[Tensor]) -> dict[int, int]:
         for n in ast.walk(t)
         if isinstance(n, ast.Name) and isinstance(v := frame.values.get(id(n)), Tensor) and v.stream
     ]
-    if sources and not targets:
+    if sources and (not targets or _more_than_a_pick(frame, top, picks)):
         return _replace_inline(ctx, frame, picks, top)
     if not sources or not targets:
         ctx.refuse(
@@ -101,8 +101,17 @@ def _replace(ctx: Context, frame: Frame, picks: list[Tensor]) -> dict[int, int]:
         insert_before(edits, top, text, "one row per request for the head", unit)
         line = top.lineno - 1
     ctx.use(func, {target, source, meta.split("[")[0]})
+    ctx.bound_at.setdefault(id(func), []).append((line, {target}))
     ctx.mark_removed(Func(func, frame.file, frame.owner), removed)
     return {id(func): line}
+
+
+def _more_than_a_pick(frame: Frame, top: ast.stmt, picks: list[Tensor]) -> bool:
+    """`logits = self.lm_head(x[:, -1:])`: the statement goes on to compute with what it picked."""
+    if not isinstance(top, (ast.Assign, ast.AnnAssign)) or top.value is None:
+        return False
+    value = frame.values.get(id(top.value))
+    return isinstance(value, Tensor) and not any(t in picks for t in chain(value))
 
 
 def _replace_inline(ctx: Context, frame: Frame, picks: list[Tensor], top: ast.stmt) -> dict[int, int]:
