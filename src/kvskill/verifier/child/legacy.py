@@ -41,7 +41,7 @@ def _clear(model: Any) -> None:
     own = {id(t) for t in (*model.parameters(), *model.buffers())}
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if "cache" not in name:
+            if "cache" not in name or "cos" in name or "sin" in name:  # rotary tables are no caches
                 continue
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if hasattr(tensor, "is_floating_point") and tensor.is_floating_point() and id(tensor) not in own:

@@ -46,6 +46,8 @@ def _wrap(owner: Any, job: dict[str, Any], result: dict[str, Any]) -> None:
                 parameter.fill_(float("nan"))
             loaded = original(self, weights)
             left = {n: p for n, p in floats.items() if bool(p.isnan().any())}
+            if getattr(getattr(self, "config", None), "tie_word_embeddings", False):
+                _tie(left, floats)
         # a class may be main model and draft model in turn: only the draft's own layers have no HF name
         kind = "mtp" if type(self).__name__ == job["mtp"] else "main"
         result["unloaded"].setdefault(kind, []).extend(sorted(left))
@@ -53,3 +55,12 @@ def _wrap(owner: Any, job: dict[str, Any], result: dict[str, Any]) -> None:
         return loaded
 
     owner.load_weights = load_weights
+
+
+def _tie(left: dict[str, Any], floats: dict[str, Any]) -> None:
+    """A tied checkpoint has no head of its own: a head that waits for the embedding gets it here."""
+    for name in [n for n in left if n.endswith("lm_head.weight")]:
+        for other, value in floats.items():
+            if other not in left and "embed" in other and value.shape == left[name].shape:
+                left.pop(name).copy_(value)
+                break
