@@ -18,9 +18,10 @@ from kvskill.analyzer.resolve import ConfigSource, Place, find_config, find_mode
 from kvskill.analyzer.selection.code import CodeView
 from kvskill.analyzer.selection.deployment import Deployment, decide_deployment, find_runners, prompt_mode
 from kvskill.analyzer.selection.effective import effective
-from kvskill.analyzer.target import ProbeResult, probe
+from kvskill.analyzer.selection.features import find_features
+from kvskill.analyzer.target import ProbeResult, Registered, probe
 from kvskill.analyzer.yamls import YamlFacts, primary_yaml, read_yamls
-from kvskill.diagnostics import Diagnostic, InputError, Severity, Span, as_warning
+from kvskill.diagnostics import Diagnostic, InputError, Refusal, Severity, Span, as_warning
 from kvskill.manifest import MANIFEST_NAME, Overrides, load_overrides
 
 __all__ = ["Gathered", "Understood", "gather", "understand_model"]
@@ -71,7 +72,7 @@ def gather(request: AnalyzeRequest) -> Gathered:
         runners=find_runners(place.model_dir, place.root),
         registry_form=target.registry.form,
     )
-    code = open_code(place, registered)
+    code = _open(place, registered, yamls)
     named = config_class(registered)
     source = find_config(
         place, option=request.config, primary=primary, yamls=yamls, class_name=named[1] if named else None
@@ -79,6 +80,15 @@ def gather(request: AnalyzeRequest) -> Gathered:
     if source is None:
         raise _no_config(place, yamls)
     return Gathered(place, overrides, target, yamls, primary, progress, deployment, code, source, tuple(findings))
+
+
+def _open(place: Place, registered: Sequence[Registered], yamls: tuple[YamlFacts, ...]) -> Code:
+    """The model's code; a folder without a model is refused with the features that explain what it is."""
+    try:
+        return open_code(place, registered)
+    except Refusal as exc:
+        features = find_features(place.model_dir, place.root, yamls, None)
+        raise Refusal((*exc.findings, *(f.finding for f in features if f.on))) from None
 
 
 def understand_model(base: Gathered) -> Understood:

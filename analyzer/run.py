@@ -151,14 +151,23 @@ def _paged_anyway(request: AnalyzeRequest, base: Gathered, exc: KvskillError) ->
 
 def _progress_against_config(base: Gathered, facts: ConfigFacts) -> Iterator[Diagnostic]:
     progress = base.progress
+    if progress is not None and progress.state == "not-runnable":
+        said = progress.first("state")
+        yield Diagnostic(
+            "KV038",
+            Severity.NOTE,
+            "progress.md says that the model does not run yet.",
+            "`verify` then has no Legacy run to compare with; finish the migration first, or let transformers judge.",
+            said.span if said is not None else Span(progress.shown),
+        )
     if progress is None or progress.attention is None or progress.attention_at is None:
         return
-    said, found = progress.attention, facts.attention_kind
-    if said != found and {said, found} != {"GQA", "MQA"} and found != "none":
+    kind, found = progress.attention, facts.attention_kind
+    if kind != found and {kind, found} != {"GQA", "MQA"} and found != "none":
         yield Diagnostic(
             "KV030",
             Severity.WARNING,
-            f"progress.md says {said}, the config describes {found}.",
+            f"progress.md says {kind}, the config describes {found}.",
             "Config and code count; correct progress.md if it is out of date.",
             progress.attention_at,
         )

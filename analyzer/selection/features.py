@@ -60,11 +60,12 @@ def find_features(
 
 def _finding(row: dict[str, Any], on: bool, span: Span) -> Diagnostic:
     state = "is in use" if on else "is supported by the code and not switched on"
-    todo = (
-        f"It is left to the skill `{row['skill']}`. {row['note']}"
-        if on
-        else "Nothing to do for the plain path; its branches are not converted."
-    )
+    if not on:
+        todo = "Nothing to do for the plain path; its branches are not converted."
+    elif row["skill"]:
+        todo = f"It is left to the skill `{row['skill']}`. {row['note']}"
+    else:
+        todo = f"It is not converted. {row['note']}"
     severity = Severity.WARNING if on else Severity.NOTE
     return Diagnostic(row["code"], severity, f"{row['title'][0].upper()}{row['title'][1:]} {state}.", todo, span)
 

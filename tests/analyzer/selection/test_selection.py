@@ -380,7 +380,9 @@ def test_features_are_recognised_and_routed(tmp_path: Path, yaml: str, code: str
     folder = _folder(tmp_path, yaml, code)
     found = find_features(folder, folder, read_yamls(folder, folder), None)
     assert {f.id: f.on for f in found} == expected
-    assert all(("skill" in f.finding.todo) is f.on for f in found)
+    assert all(("It is " in f.finding.todo) is f.on for f in found)
+    routed = {"kv-quant": "model-infer-quantization", "kvp": "model-infer-parallel-impl"}
+    assert all(routed.get(f.id, "") in f.finding.todo for f in found if f.on)
 
 
 def test_kv_scheme_in_the_config(tmp_path: Path) -> None:
