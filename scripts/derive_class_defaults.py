@@ -56,7 +56,8 @@ KEYS = frozenset(
     use_bidirectional_attention use_mla use_sliding_window v_head_dim vocab_size window_size
     H_cycles L_cycles n_recurrent_loops n_input_layers n_recurrent_layers n_output_layers causal
     interleaved_sliding_window index_kpool indexer_compress_ratio
-    encoder_hidden_size max_window_size prefix_lm recurrent_kv_cache_mode
+    encoder_hidden_size max_window_size prefix_lm recurrent_kv_cache_mode embed_dim emb_dim attention_heads
+    num_experts_per_tok loop_layer_index_start loop_layer_index_end loop_num_passes
     """.split()  # noqa: SIM905
 )
 # Values of no interest when they say nothing.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -66,12 +67,21 @@ def base_geometry(settings: Settings) -> Geometry | None:
 
     Raises Refusal KV056 (a width that nobody gives) and KV058 (counts that do not divide).
     """
-    q_heads = settings.integer(settings.find("q_heads")) if not isinstance(_list_of(settings, "q_heads"), list) else None
+    q_heads = None
+    if not isinstance(_list_of(settings, "q_heads"), list):
+        q_heads = settings.integer(settings.find("q_heads"))
+    if q_heads is None and (settings.info.facts.get("heads", {}).get("q_heads")):
+        q_heads = Value(1, Evidence("absent"))
     if q_heads is None:
         listed = _list_of(settings, "q_heads")
         if not isinstance(listed, list) or not listed:
             return None
         q_heads = Value(max(int(x) for x in listed), Evidence("key", (settings.where(settings.names("q_heads")[0]),), "largest"))
+    if factors := settings.info.facts.get("heads", {}).get("q_heads"):
+        numbers = [settings.integer(settings.get(k)) for k in factors]
+        if all(numbers):
+            product = math.prod(n.value for n in numbers if n)
+            q_heads = Value(product, Evidence("class-fact", tuple(factors), "their product"))
     hidden = settings.integer(settings.find("hidden"))
     assumed: list[str] = []
     kv_heads = _kv_heads(settings, q_heads, assumed)
@@ -156,7 +166,7 @@ def _head_dim(settings: Settings, hidden: Value[int] | None, q_heads: Value[int]
         raise refused(
             "KV056", settings.shown, "Neither a head width nor a hidden size is given.", "Add the model's own values."
         )
-    if hidden.value % q_heads.value and not settings.info.has_class:
+    if hidden.value % q_heads.value:
         raise refused(
             "KV058",
             settings.shown,

@@ -37,6 +37,8 @@ def layer_kinds(settings: Settings, declared: Value[int] | None, mtp: int) -> Ki
     listed = _from_words(settings) or _from_letters(settings)
     if listed is not None:
         return _fit(listed, settings, declared, mtp)
+    if declared is None and (default := settings.info.facts.get("layers_default")):
+        declared = Value(int(default), Evidence("class-fact", (), "the class's own list"))
     if declared is None:
         raise refused(
             "KV054", settings.shown, "No key gives the number of layers.", "Add the model's own layer count."

@@ -62,14 +62,16 @@ def read_json(path: Path, shown: str) -> Any:
     except _Bad as exc:
         raise invalid(exc.code, shown, exc.fact, exc.todo) from None
     except json.JSONDecodeError as exc:
-        end = " The file may be cut off." if exc.pos >= len(text.rstrip()) - 1 else ""
+        cut = exc.pos >= len(text.rstrip()) - 1 or exc.msg.startswith("Unterminated")
+        end = " The file may be cut off." if cut else ""
         raise invalid(
             "KV044", shown, f"The file is not JSON ({exc.msg}).{end}", "Repair the file.", exc.lineno, exc.colno
         ) from None
     except RecursionError:
         raise invalid("KV047", shown, "The file is nested too deeply.", "Give a model's config.json.") from None
     except ValueError as exc:  # a number of thousands of digits
-        raise invalid("KV050", shown, f"A number cannot be read ({exc}).", "Repair the file.") from None
+        fact = "A number has too many digits." if "limit" in str(exc) else f"A number cannot be read ({exc})."
+        raise invalid("KV050", shown, fact, "Repair the file.") from None
     return data
 
 
@@ -131,25 +133,27 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(key: str, value: Any) -> None:
-    found = value if isinstance(value, list) else [value]
-    if any(isinstance(x, _Constant) for x in found):
-        _bad_number(key)
+    """Non-finite numbers, also in lists of lists (objects inside have been checked as they closed)."""
+    level = [value]
+    while level:
+        if any(isinstance(x, _Constant) for x in level):
+            _bad_number(key)
+        level = [x for node in level if isinstance(node, list) for x in node]
 
 
 def _bad_number(key: str) -> NoReturn:
-    raise _Bad("KV046", f"The value of {key!r} is not a finite number.", "Give a finite number.")
+    raise _Bad("KV046", f"The value of {key} is not a finite number.", "Give a finite number.")
 
 
 def _check(data: Any) -> None:
     """Depth, and non-finite numbers outside objects."""
     limit = rules()["limits"]["max_depth"]
-    level, depth = [data], 0
+    _refuse_constant("the file", data)
+    level, depth = [data] if isinstance(data, (dict, list)) else [], 0
     while level:
         depth += 1
         if depth > limit:
             raise _Bad("KV047", f"The file is nested more than {limit} levels deep.", "Give a model's config.json.")
-        if depth == 1 and isinstance(data, (_Constant, list)):
-            _refuse_constant("the file", data)
         level = [
             x
             for node in level

@@ -34,6 +34,7 @@ def locate(config: Mapping[str, Any], shown: str) -> Located:
     """
     model_type = _model_type(config, shown, "")
     top = class_info(model_type)
+    _check_types(config, top, shown)
     path, tree = _nested(config, top)
     flat = _describes(config)
     if not path:
@@ -75,6 +76,17 @@ def _model_type(tree: Mapping[str, Any], shown: str, path: str) -> str | None:
         key = f"{path}.model_type" if path else "model_type"
         raise invalid("KV049", shown, f"{key} is {value!r}, not a string.", "Give the model's own value.")
     return value
+
+
+def _check_types(config: Mapping[str, Any], top: ClassInfo, shown: str) -> None:
+    """Keys that must be objects or lists of strings, before anything is looked up in them."""
+    keys = [top.text[0].partition(".")[0]] if top.text else []
+    for key in (*keys, "quantization_config"):
+        if config.get(key) is not None and not isinstance(config[key], Mapping):
+            raise invalid("KV049", shown, f"{key} is {config[key]!r:.40}, not an object.", "Give an object.")
+    names = config.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(x, str) for x in names)):
+        raise invalid("KV049", shown, f"architectures is {names!r:.40}, not a list of names.", "Give a list of names.")
 
 
 def _nothing(config: Mapping[str, Any], shown: str, model_type: str | None) -> Exception:

@@ -61,9 +61,9 @@ class Settings:
             return Value(given[0][1], Evidence("key", (self.where(given[0][0]),)))
         if found:
             return Value(None, Evidence("key", (self.where(found[0][0]),), "null"))
-        for name in names:
-            if name in self.info.defaults:
-                return self._default(name)
+        known = [n for n in names if n in self.info.defaults]
+        if known:
+            return self._default(next((n for n in known if self.info.defaults[n] is not None), known[0]))
         return None
 
     def get(self, *keys: str) -> Value[Any] | None:
@@ -84,7 +84,7 @@ class Settings:
 
     def _default(self, key: str) -> Value[Any]:
         value = self.info.defaults[key]
-        if value is not None:
+        if value not in (None, False, 0):
             self.defaulted[key] = value
         how = f"default of {self.info.class_name or self.info.model_type}"
         return Value(value, Evidence("class-default", (key,), how))
@@ -115,9 +115,9 @@ class Settings:
             raise self.wrong_type(key, value, "a whole number")
         top = rules()["limits"]["max_value"] if high is None else high
         if not low <= value <= top:
-            raise invalid(
-                "KV050", self.shown, f"{key} is {value}, outside {low} to {top}.", "Give the model's own value."
-            )
+            bound = f"below {low}" if value < low else f"above {top}"
+            shown = value if abs(value) < 10**12 else "a huge number"
+            raise invalid("KV050", self.shown, f"{key} is {shown}, {bound}.", "Give the model's own value.")
         return Value(value, found.evidence)
 
     def number(self, found: Value[Any] | None) -> Value[float] | None:

@@ -46,6 +46,8 @@ def scale_for(base: ScaleFacts, geometry: Geometry, head_dim: int | None) -> flo
         return float(head_dim**-0.5)
     if base.formula and base.formula.startswith("1/head_dim"):
         return 1.0 / head_dim
+    if base.formula and base.formula.startswith("(qk_nope"):
+        return base.value * float((head_dim / geometry.head_dim.value) ** -0.5)
     return base.value
 
 

@@ -37,7 +37,7 @@ def side_files(folder: Path) -> tuple[tuple[SideFile, ...], tuple[Diagnostic, ..
             why = exc.findings[0].fact
             warnings.append(
                 Diagnostic(
-                    "KV060",
+                    "KV132",
                     Severity.WARNING,
                     f"A file beside the config cannot be read: {why}",
                     "Repair or remove it; K/V quantisation may be described there.",

@@ -10,9 +10,10 @@ from kvskill.analyzer.config.facts import AttnType, LayerFacts, LayerKind, Value
 from kvskill.analyzer.config.heads import Geometry, of_kind
 from kvskill.analyzer.config.problems import refused
 from kvskill.analyzer.config.reader import Settings
+from kvskill.analyzer.config.rules import rules
 from kvskill.analyzer.config.window import Window
 
-__all__ = ["build_slots", "slot_factor"]
+__all__ = ["build_slots"]
 
 _KIND: dict[str, LayerKind] = {
     "full": "full",
@@ -69,28 +70,30 @@ def build_slots(
         )
         out.append(_override(slot, settings))
     out = _share(out, window.kinds, settings)
-    factor = slot_factor(settings)
-    if factor > 1:
-        shift = [replace(s, shares_kv_with=None) for s in out] if any(s.shares_kv_with is not None for s in out) else out
-        interleaved = bool(settings.info.facts.get("slots") == 2)
-        order = (
-            [s for s in shift for _ in range(factor)] if interleaved else [s for _ in range(factor) for s in shift]
-        )
-        out = [replace(s, index=i) for i, s in enumerate(order)]
-    return tuple(out)
+    return tuple(replace(s, index=i) for i, s in enumerate(_repeated(out, settings)))
 
 
-def slot_factor(settings: Settings) -> int:
-    """Attention slots per counted layer."""
+def _repeated(slots: list[LayerFacts], settings: Settings) -> list[LayerFacts]:
+    """Slots of layers that run more than once with a cache of their own each time, in cache order."""
     rule = settings.info.facts.get("slots")
-    if rule == 2:
-        return 2
-    if rule == "hrm" and not settings.has("num_layers_per_stack"):
-        high, low = settings.integer(settings.get("H_cycles")), settings.integer(settings.get("L_cycles"))
-        if high and low:
-            return high.value * (low.value + 1)
-    loops = settings.integer(settings.first_given(["total_ut_steps"]))
-    return loops.value if loops and loops.value <= 64 else 1
+    if isinstance(rule, int):  # so many attention blocks in each layer
+        return [s for s in slots for _ in range(rule)]
+    if isinstance(rule, Mapping) and "times" in rule and not settings.has(rule["unless"]):
+        times = 1
+        for key, more in rule["times"]:
+            found = settings.integer(settings.get(key))
+            times *= found.value + more if found else 1
+        return slots * times
+    if isinstance(rule, Mapping) and "repeat" in rule:
+        start_key, end_key, passes_key = rule["repeat"]
+        start = settings.integer(settings.get(start_key), low=0)
+        end = settings.integer(settings.get(end_key.lstrip("-")), low=0)
+        passes = settings.integer(settings.get(passes_key), high=64)
+        if start and end and passes:
+            last = len(slots) - end.value if end_key.startswith("-") else end.value
+            return slots + slots[start.value : last] * (passes.value - 1)
+    loops = settings.integer(settings.first_given(rules()["loop_keys"]), high=64)
+    return slots * loops.value if loops else slots
 
 
 def _override(slot: LayerFacts, settings: Settings) -> LayerFacts:
