@@ -100,6 +100,10 @@ SAMPLES: dict[str, Any] = {
         (rnd(2, 4, 1, 16), rnd(2, 2, 3, 16), rnd(2, 2, 3, 16, seed=1)),
         {"num_heads": 4, "num_key_value_heads": 2, "input_layout": "BNSD", "actual_seq_lengths": [2, 3]},
     ),
+    "npu_fusion_attention": lambda: (
+        (rnd(2, 3, 64), rnd(2, 3, 32), rnd(2, 3, 32, seed=1), 4, "BSH"),
+        {"scale": 0.25, "sparse_mode": 3, "atten_mask": MASK},
+    ),
     "scatter_update_": lambda: ((rnd(3, 8, 4), ints([1, 5], I32), rnd(2, 1, 4), 1), {}),
     "scatter_update": lambda: ((rnd(3, 8, 4), ints([1, 5], I32), rnd(2, 1, 4), -2), {}),
     "npu_scatter_nd_update_": lambda: ((rnd(8, 2, 4), ints([[3], [0], [7]]), rnd(3, 2, 4)), {}),

@@ -230,12 +230,23 @@ def attend(case: Case, d: Any = None, version: int = 2, context: Any = None, rul
     return unpack(out, case), lse
 
 
+def unpack_bsnd(out: Any, layout: str) -> list[Any]:
+    """A result of npu_fusion_attention with 4 heads, two sequences of 4 tokens, as [S, N, D] per sequence."""
+    if layout == "TND":
+        return list(out.unflatten(0, (2, 4)))
+    if layout == "SBH":
+        out = out.transpose(0, 1)
+    rows = out.transpose(1, 2) if layout == "BNSD" else out if layout == "BSND" else out.unflatten(2, (4, -1))
+    return list(rows)
+
+
 @pytest.fixture(scope="session")
 def fa() -> SimpleNamespace:
     """The attention helpers."""
     return SimpleNamespace(
         Case=Case, data=data, expected=expected, attend=attend, arguments=arguments, triangle=triangle,
         formula=formula, replace=replace, paged=paged, block_table=block_table, unpack=unpack,
+        unpack_bsnd=unpack_bsnd,
     )  # fmt: skip
 
 

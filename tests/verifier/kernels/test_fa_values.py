@@ -252,3 +252,33 @@ def test_older_operators_and_out_overloads(fa, call):
                num_key_value_heads=2, scale_value=one.scale, actual_seq_lengths=[4, 7], block_size=4,
                block_table=args["block_table"])  # fmt: skip
     close(fa.unpack(out, one), fa.expected(one, d)[0])
+
+
+@pytest.mark.parametrize("layout", ["BSH", "SBH", "BSND", "BNSD", "TND"])
+@pytest.mark.parametrize(("mode", "pre"), [(0, 2147483647), (2, 2147483647), (3, 2147483647), (4, 2)])
+def test_fusion_attention(fa, call, layout, mode, pre):
+    case = fa.Case((4, 4), (6, 6), mode=mode, pre=pre, nxt=1)
+    d = fa.data(case)
+
+    def pack(parts):
+        rows = torch.stack(parts)
+        return {
+            "BSH": rows.flatten(2), "SBH": rows.flatten(2).transpose(0, 1), "BSND": rows,
+            "BNSD": rows.transpose(1, 2), "TND": rows.flatten(0, 1),
+        }[layout]  # fmt: skip
+
+    lengths = {"actual_seq_qlen": [4, 8], "actual_seq_kvlen": [6, 12]} if layout == "TND" else {}
+    out = call(
+        "npu_fusion_attention", pack(d.q), pack(d.k), pack(d.v), 4, layout, scale=case.scale, sparse_mode=mode,
+        pre_tockens=pre, next_tockens=1 if mode == 4 else 2147483647, atten_mask=fa.triangle() if mode else None,
+        **lengths,
+    )  # fmt: skip
+    assert len(out) == 7 and torch.equal(out[0], pack(fa.unpack_bsnd(out[0], layout)))
+    close(fa.unpack_bsnd(out[0], layout), fa.expected(case, d)[0])
+
+
+def test_fusion_attention_has_no_one_token_special_case(fa, call):
+    q, k, v = torch.ones(1, 1, 1, 4), torch.ones(1, 6, 1, 4), torch.eye(6)[None, :, None]
+    out = call("npu_fusion_attention", q, k, v, 1, "BSND", sparse_mode=4, pre_tockens=1, next_tockens=0,
+               atten_mask=fa.triangle())[0]  # fmt: skip
+    assert out[0, 0, 0].nonzero()[:, 0].tolist() == [4, 5]

@@ -176,8 +176,11 @@ def _profiler() -> types.ModuleType:
 _DTYPE_NUMBERS = {"float8_e8m0fnu": 293, "float4_e2m1fn_x2": 296, "hifloat8": 290}
 
 
-def torch_npu_module(release: str, npu: types.ModuleType) -> types.ModuleType:
-    """An importable `torch_npu` whose functions are the operators of `release` in torch.ops.npu."""
+def torch_npu_module(release: str, npu: types.ModuleType, covered: frozenset[str]) -> types.ModuleType:
+    """An importable `torch_npu` whose functions are the operators of `release` in torch.ops.npu.
+
+    `covered` names the operators that the schema table knows about, in whatever release.
+    """
     module = types.ModuleType("torch_npu")
     module.__path__ = []
     module.__version__ = release  # type: ignore[attr-defined]
@@ -199,7 +202,9 @@ def torch_npu_module(release: str, npu: types.ModuleType) -> types.ModuleType:
                 return getattr(torch.ops.npu, name)
             except AttributeError:
                 pass
-        raise AttributeError(f"torch_npu {release} has no {name!r} (schema table of kvskill)")
+        if name in covered:
+            raise AttributeError(f"torch_npu {release} has no {name!r} (schema table of kvskill)")
+        raise AttributeError(f"torch_npu.{name} is not covered by kvskill's schema table; --backend wheel has it all")
 
     module.__getattr__ = __getattr__  # type: ignore[method-assign]
     return module

@@ -34,7 +34,7 @@ def install_backend(release: str | None) -> dict[str, Any]:
     npu = npu_module()
     torch._register_device_module("npu", npu)
     define_operators(schemas)
-    module: Any = torch_npu_module(chosen, npu)
+    module: Any = torch_npu_module(chosen, npu, frozenset(table.operators))
     sys.modules.update({"torch_npu": module, "torch_npu.npu": npu, "torch_npu.profiler": module.profiler})
     sys.modules.update(torchair_modules())
     leave_uncompiled()

@@ -5,4 +5,5 @@ layout   layouts, lengths, and the per-sequence views of q, k, v, paged or not
 visible  which keys a query sees: sparse modes, masks, the two Q_S = 1 special cases
 attend   the arithmetic of one sequence
 ops      the registered operators
+fusion   the training operator that older code calls
 """

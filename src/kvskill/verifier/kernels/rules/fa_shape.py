@@ -158,7 +158,7 @@ def contiguous(v: FaView, params: Params, ctx: OpContext) -> Facts:
     for name in ("query", "key", "value", "query_rope", "key_rope"):
         tensor = getattr(v.call, name)
         if tensor is not None and not tensor.is_contiguous():
-            return {"name": name, "shape": tuple(tensor.shape), "stride": tuple(tensor.stride())}
+            return {"name": name, "rank": tensor.dim(), "stride": tuple(tensor.stride())}
     return None
 
 
