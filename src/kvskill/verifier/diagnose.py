@@ -71,8 +71,8 @@ def child_finding(outcome: Outcome, model: ModelUnderTest, party: str) -> Diagno
     if kind in ("MissingKernel", "UnmodelledCall"):
         todo = "This path was not verified; run with --backend npu, or report the operator."
         return Diagnostic("KV432", Severity.ERROR, f"{message}.", todo, span, data)
-    if kind == "KeyError" and "ommunication group" in message:
-        fact = f"A communication group is used that the model never registered: {message}."
+    if kind == "UnregisteredGroup":
+        fact = f"A group is used that the model does not register: {message}."
         todo = "Call comm_manager.register_group for it before the submodules are built."
         return Diagnostic("KV420", Severity.ERROR, fact, todo, span, data)
     if "emory" in kind or "not enough memory" in message or "can't allocate memory" in message:
@@ -235,6 +235,8 @@ def _cause(
             return "KV419", "the model has attention sinks, and learnable_sink is not passed (KV419)."
         if theirs.get("window") and form.get("sparse_mode") == 3:
             return "KV402", f"the layer has window {theirs['window']}, and sparse_mode 3 ignores it (KV402)."
+        if not theirs.get("window") and form.get("sparse_mode") == 4:
+            return "KV402", "the layer has no window, and sparse_mode 4 gives it one (KV402)."
     return None
 
 

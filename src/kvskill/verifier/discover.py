@@ -26,7 +26,7 @@ class ModelUnderTest:
     """The classes to run. Module names are dotted and importable from `root`.
 
     `registered` is the registry key (also the YAML's model_name), None when the target does not list the model.
-    `group_names` are the communication groups whose registration the folder's code contains.
+    `group_names` are the communication groups that the code registers for sizes above one, as "name@function".
     """
 
     root: Path
@@ -122,7 +122,7 @@ def _resolve(root: Path, folder: Path) -> ModelUnderTest:
         config_class=config[1] if config else None,
         mtp=mtp[1] if mtp else None,
         registered=registered,
-        group_names=tuple(sorted(set(_registered_groups(sources)))),
+        group_names=tuple(sorted(set(_conditional_groups(sources)))),
         has_cache_info=_defines(sources, "get_cache_info"),
         literals=frozenset(_literals(sources)),
         originals=originals if originals.is_dir() else None,
@@ -203,9 +203,35 @@ def _scan(
     return found
 
 
-def _registered_groups(sources: list[SourceFile]) -> Iterator[str]:
+def _conditional_groups(sources: list[SourceFile]) -> Iterator[str]:
+    """Groups that are registered only for sizes above one, as "name@function".
+
+    At world size 1 such a group does not exist although deployments have it. A registration that merely stands in
+    the source is not enough: its function must have run, which is decided at run time.
+    """
     for source in sources:
-        for node in ast.walk(source.tree):
+        for function in ast.walk(source.tree):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            for node in ast.walk(function):
+                if isinstance(node, ast.If) and _asks_for_more_than_one(node.test):
+                    for name in _registrations(node.body):
+                        yield f"{name}@{function.name}"
+
+
+def _asks_for_more_than_one(test: ast.expr) -> bool:
+    return any(
+        isinstance(node, ast.Compare)
+        and isinstance(node.ops[0], ast.Gt)
+        and isinstance(node.comparators[0], ast.Constant)
+        and node.comparators[0].value == 1
+        for node in ast.walk(test)
+    )
+
+
+def _registrations(body: list[ast.stmt]) -> Iterator[str]:
+    for statement in body:
+        for node in ast.walk(statement):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 if node.func.attr == "register_group":
                     first = [k.value for k in node.keywords if k.arg == "name"] + list(node.args[:1])

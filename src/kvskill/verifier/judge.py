@@ -35,6 +35,7 @@ def judge(plan: Plan, outcomes: dict[str, Outcome]) -> VerifyReport:
             if name.startswith("paged") and name != "paged" and not other.ok:
                 report.findings.append(child_finding(other, model, f"Paged rank {name[5:]}"))
         report.checks = _checks(paged)
+        report.findings += problem_findings(report.checks, model)
         return report
     report.checks = _checks(paged)
     if not paged.arrays:
@@ -69,7 +70,7 @@ def _warnings(paged: Outcome, model: ModelUnderTest) -> list[Diagnostic]:
     return [
         Diagnostic(
             w["code"],
-            Severity.WARNING,
+            Severity.ERROR if w["noted"] else Severity.WARNING,
             f"{w['message']}, in {w['count']} calls.",
             f"Rule {w['rule']}: {w['source']}.",
             Span(model.shown),

@@ -57,7 +57,7 @@ def make_workload(options: VerifyOptions, small: SmallConfig) -> Workload:
     if options.long:
         prompts.append(3 * (window or block) + 2 * block + 3)
     elif window is not None and options.prompts is None:
-        prompts.append(window + block + 5)
+        prompts.append(window + 2 * block + 5)  # two blocks left of the window share the null block
     if window is not None and max(prompts) + options.decode_steps <= window:
         notes.append(f"no request is longer than the window ({window}): the window was not tested")
     if max(prompts) + options.decode_steps <= block:

@@ -1,8 +1,8 @@
 """Communication groups on a CPU host: gloo, and only what the code itself registered.
 
-Some code asks for a group at world size 1, where the framework creates none: then a one-process gloo group
-serves, provided that the model's source registers a group of that name (or, before models registered their own,
-that the framework's manager can create it). A name that nobody registers is a KeyError, as in the field.
+Some code asks for a group at world size 1 that it registers only for larger sizes: then a one-process gloo group
+serves, provided that the function with that registration has run (or, before models registered their own, that the
+framework's manager creates it for larger sizes). A name that nobody registers is an error, as in the field.
 """
 
 from __future__ import annotations
@@ -10,9 +10,17 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 from typing import Any
 
-__all__ = ["Groups"]
+__all__ = ["Groups", "UnregisteredGroup"]
+
+
+class UnregisteredGroup(KeyError):
+    """A communication group is asked for that nobody registered."""
+
+    def __str__(self) -> str:
+        return f"communication group '{self.args[0]}' was never registered"
 
 
 class Groups:
@@ -23,7 +31,9 @@ class Groups:
         self.served: set[str] = set()
         self.ranks: dict[str, int] = {}
         self.tp = int(job["tp"])
-        self.declared = set(job["group_names"])
+        self.conditional = [tuple(item.split("@")) for item in job["group_names"]]
+        self.by_manager: set[str] = set()
+        self.ran: set[str] = set()
 
     def install(self) -> None:
         """Patch torch.distributed for gloo and the target's CommManager."""
@@ -37,7 +47,7 @@ class Groups:
         self.result["registers_groups"] = registers
         if not registers:
             names = re.findall(r"_groups\[\"(\w+)\"\]", inspect.getsource(manager))
-            self.declared |= set(names)
+            self.by_manager = set(names)
         self._patch_manager(manager, dist)
         hccl: Any = importlib.import_module("executor.utils.hccl_utils")
         if hasattr(hccl, "get_group_name"):
@@ -60,9 +70,19 @@ class Groups:
     def _patch_manager(self, manager: Any, dist: Any) -> None:
         get_group, get_rank = manager.get_group, manager.get_rank
         get_name = getattr(manager, "get_group_name", None)
+        register = getattr(manager, "register_group", None)
+
+        def register_group(this: Any, *args: Any, **kwargs: Any) -> Any:
+            assert register is not None
+            self.ran.add(sys._getframe(1).f_code.co_name)
+            return register(this, *args, **kwargs)
+
+        if register is not None:
+            manager.register_group = register_group
 
         def may_serve(name: str) -> bool:
-            if self.tp == 1 and name in self.declared:
+            known = name in self.by_manager or any(n == name and f in self.ran for n, f in self.conditional)
+            if self.tp == 1 and known:
                 self.served.add(name)
                 return True
             return False
@@ -72,7 +92,7 @@ class Groups:
                 found = get_group(this, name)
             except KeyError:
                 if not may_serve(name):
-                    raise
+                    raise UnregisteredGroup(name) from None
                 return dist.group.WORLD
             return found
 
@@ -81,7 +101,7 @@ class Groups:
                 found = get_rank(this, name)
             except KeyError:
                 if not may_serve(name):
-                    raise
+                    raise UnregisteredGroup(name) from None
                 found = 0
             self.ranks[name] = int(found)
             return found

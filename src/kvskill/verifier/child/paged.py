@@ -18,7 +18,7 @@ from kvskill.verifier.backend import current, using
 from kvskill.verifier.child.caches import Caches
 from kvskill.verifier.child.framework import serves_idle_rows
 from kvskill.verifier.child.links import check, release_link
-from kvskill.verifier.child.target import FINITE_POISON, Tap
+from kvskill.verifier.child.target import FINITE_POISON, NOTED_RULES, Tap
 from kvskill.verifier.kernels.rules.warnings import take_warnings
 
 __all__ = ["run_paged"]
@@ -52,7 +52,14 @@ def run_paged(target: Any, caches: Caches, cache_info: Any, job: dict[str, Any],
     first = recorder.logits
     result["observations"] = observer.to_json()
     result["rule_warnings"] = [
-        {"rule": h.rule, "code": h.code, "source": h.source, "message": f"{h.op}: {h.message}", "count": n}
+        {
+            "noted": h.rule in NOTED_RULES,
+            "rule": h.rule,
+            "code": h.code,
+            "source": h.source,
+            "message": f"{h.op}: {h.message}",
+            "count": n,
+        }
         for h, n in take_warnings().items()
     ]
     result["problems"] = recorder.problems

@@ -92,6 +92,8 @@ class Recorder:
         if is_prefill:
             positions = [[self.prompts[r] - 1] for r in self.rows]
             inputs_ok = [[True] for _ in self.rows]
+            if logits.shape[0] != count and not self.target.padded:
+                self._problem("logits-shape", f"prefill logits {tuple(logits.shape)} for {count} requests")
             if rows != 1 and not self.target.padded:
                 self._problem("logits-shape", f"prefill logits {tuple(logits.shape)}, expected [{count}, 1, V]")
             taken = logits[:, -1:, :]
