@@ -46,7 +46,7 @@ class Dim:
 
     @property
     def wild(self) -> bool:
-        return any(a.startswith("?") for a in self.atoms)
+        return any("?" in a for a in self.atoms)
 
     def __add__(self, other: Dim) -> Dim:
         out = dict(self.terms)

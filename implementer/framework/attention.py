@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from typing import Any
 
 from kvskill.analyzer.modeling.facts import AttentionFacts, Binding
 from kvskill.analyzer.modeling.values import Const, Frame, Func, Instance, Ref, Tensor, Tup, Value
@@ -13,10 +14,29 @@ from kvskill.implementer.textops import (
     body_start,
     insert_after,
     insert_before,
+    reindent,
     replace_statement,
     wrap_expr,
 )
 from kvskill.source import SourceFile
+
+_LOCALS = (
+    "query",
+    "key",
+    "value",
+    "slots",
+    "q_lengths",
+    "kv_lengths",
+    "table",
+    "block_size",
+    "ops",
+    "parts",
+    "part",
+    "one",
+    "many",
+    "sizes",
+    "rows",
+)
 
 __all__ = ["adapt_block", "convert_attention", "from_tnd", "to_tnd"]
 
@@ -62,39 +82,56 @@ def _replace_seam(ctx: Context, facts: AttentionFacts, meta: str) -> None:
     if torch is None:
         ctx.refuse(file, file.tree, "KV201", "The file does not import torch by name.", "Add `import torch`.")
         return
-    names = ("query", "key", "value", "slots", "q_lengths", "kv_lengths", "table", "block_size", "ops")
-    n = {name: ctx.fresh_name(func, f"paged_{name}") for name in names}
-    window = _window_text(ctx, facts)
+    n = {name: ctx.fresh_name(func, f"paged_{name}") for name in _LOCALS}
     sliding: str | None = None
     if facts.window is not None:
         sliding = "always" if all(facts.window.per_layer) else "some"
-    text = render(
-        "framework/attend",
-        fa_version=ctx.manifest.fa_version.value,
-        window_rule=ctx.manifest.window_rule.value,
-        n=n,
-        q=to_tnd(seam.q, seam.heads_expr, seam.k_dim_expr),
-        k=to_tnd(seam.k, seam.kv_heads_expr, seam.k_dim_expr),
-        v=to_tnd(seam.v, seam.kv_heads_expr, seam.v_dim_expr),
-        meta=meta,
-        key=f"{seam.self_name}.attn_type",
-        me=seam.self_name,
-        torch=torch,
-        k_cache=seam.k_cache,
-        v_cache=seam.v_cache,
-        heads=seam.heads_expr,
-        kv_heads=seam.kv_heads_expr,
-        k_dim=seam.k_dim_expr,
-        v_dim=seam.v_dim_expr,
-        scale=seam.scale_expr,
-        sinks=seam.sinks_expr,
-        sliding=sliding,
-        window=window,
-        host_lists="actual_seq_lengths_list_kv" in ctx.manifest.target.forward_metadata_fields,
-        graph_test=_graph_test(ctx, facts),
-        extra=", ".join(seam.extra_targets) if len(seam.extra_targets) == 1 else "",
-        out={"name": seam.out.name, "text": from_tnd(seam.out)},
-    )
+    context: dict[str, Any] = {
+        "fa_version": ctx.manifest.fa_version.value,
+        "window_rule": ctx.manifest.window_rule.value,
+        "n": n,
+        "q": to_tnd(seam.q, seam.heads_expr, seam.k_dim_expr),
+        "k": to_tnd(seam.k, seam.kv_heads_expr, seam.k_dim_expr),
+        "v": to_tnd(seam.v, seam.kv_heads_expr, seam.v_dim_expr),
+        "meta": meta,
+        "key": f"{seam.self_name}.{'manager_key' if keyed(ctx, facts) else 'attn_type'}",
+        "manager_key": keyed(ctx, facts),
+        "me": seam.self_name,
+        "torch": torch,
+        "k_cache": seam.k_cache,
+        "v_cache": seam.v_cache,
+        "heads": seam.heads_expr,
+        "kv_heads": seam.kv_heads_expr,
+        "k_dim": seam.k_dim_expr,
+        "v_dim": seam.v_dim_expr,
+        "scale": seam.scale_expr,
+        "sinks": seam.sinks_expr,
+        "sliding": sliding,
+        "window": _window_text(ctx, facts),
+        "host_lists": "actual_seq_lengths_list_kv" in ctx.manifest.target.forward_metadata_fields,
+        "graph_test": _graph_test(ctx, facts),
+        "extra": ", ".join(seam.extra_targets) if len(seam.extra_targets) == 1 else "",
+        "out": {"name": seam.out.name},
+    }
+    text = render("framework/attend_head", **context)
+    dense = dense_layers(ctx, facts)
+    if dense and seam.sinks_expr is not None:
+        ctx.refuse(
+            file, func, "KV205", "Attention sinks need the packed layout, which this head size has not.", "Keep Legacy."
+        )
+        return
+    if not dense:
+        text += render("framework/attend", **context)
+    elif len(dense) == len(facts.layers):
+        text += render("framework/attend_dense", **context)
+    else:
+        text += f"if {seam.self_name}.paged_dense:\n"
+        text += reindent(render("framework/attend_dense", **context), "    ")
+        text += "else:\n"
+        text += reindent(render("framework/attend", **context), "    ")
+    after = from_tnd(seam.out)
+    if after != seam.out.name:
+        text += f"{seam.out.name} = {after}\n"
     unit = ctx.unit(func, file)
     insert_before(ctx.edit_set(file), seam.anchor, text, "paged attention", unit)
     ctx.bound_at.setdefault(id(func), []).append(
@@ -107,6 +144,20 @@ def _replace_seam(ctx: Context, facts: AttentionFacts, meta: str) -> None:
         by_func.setdefault(id(owner.node), (owner, set()))[1].add(stmt)
     for owner, stmts in by_func.values():
         ctx.mark_removed(owner, stmts)
+
+
+def dense_layers(ctx: Context, facts: AttentionFacts) -> tuple[int, ...]:
+    """Layers of the class whose head size the packed layout rejects, by the manifest's groups."""
+    routes: dict[int, str] = {}
+    for group in ctx.manifest.groups:
+        for layer in group.layers:
+            routes[layer] = group.prefill.layout if group.prefill is not None else "TND"
+    return tuple(i for i in facts.layers if routes.get(i, "TND") == "BNSD")
+
+
+def keyed(ctx: Context, facts: AttentionFacts) -> bool:
+    """Do the groups of the class need manager keys of their own?"""
+    return any(g.manager_key for g in ctx.manifest.groups if set(g.layers) & set(facts.layers))
 
 
 def _graph_test(ctx: Context, facts: AttentionFacts) -> str | None:
@@ -181,12 +232,21 @@ def _declare(ctx: Context, facts: AttentionFacts) -> None:
         block_size = f"{infer}.scheduler_config.block_size"
     if _graph_test(ctx, facts):
         lines.append(f'{self_name}.paged_ge_graph = {infer}.model_config.exe_mode == "ge_graph"')
+    dense = dense_layers(ctx, facts)
+    if dense and len(dense) < len(facts.layers):
+        sizes = sorted({g.k_head_dim for g in ctx.manifest.groups if set(g.layers) & set(dense)})
+        packed = {g.k_head_dim for g in ctx.manifest.groups if set(g.layers) & set(facts.layers) - set(dense)}
+        if packed & set(sizes):
+            ctx.refuse(file, init, "KV206", "Layers of one head size need different layouts.", "Split the class.")
+            return
+        shown = ", ".join(map(str, sizes)) + ("," if len(sizes) == 1 else "")
+        lines.append(f"{self_name}.paged_dense = {decl.k_dim_expr} in ({shown})  # sizes without a packed layout")
     torch = ctx.module_name(file, "torch") or "torch"
     text = render(
         "framework/cache_entries",
         me=self_name,
         attn_type=attn_type or '"FullAttention"',
-        manager_key=None,
+        manager_key=_manager_key(ctx, facts, window),
         caches=[
             {"name": facts.seam.k_cache, "dim": decl.k_dim_expr},
             {"name": facts.seam.v_cache, "dim": decl.v_dim_expr},
@@ -214,6 +274,18 @@ def _declare(ctx: Context, facts: AttentionFacts) -> None:
     else:
         ctx.mark_removed(Func(init, file, facts.cls), {decl.unit})
         insert_after(edits, init.body[-1], text, "cache entries", unit)
+
+
+def _manager_key(ctx: Context, facts: AttentionFacts, window: str | None) -> str | None:
+    """An expression for the manager key, or None where the attention type is key enough.
+
+    Two windows in one model, or two block sizes of one type, need keys; the window tells them apart.
+    """
+    if not keyed(ctx, facts):
+        return None
+    if window is None:
+        return '"FullAttention"'
+    return f'f"SlidingWindow{{{window}}}" if {window} else "FullAttention"'
 
 
 def _attrs_in(text: str, self_name: str) -> set[str]:
