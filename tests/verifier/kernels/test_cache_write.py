@@ -80,7 +80,7 @@ def test_scatter_update_copies_without_underscore_and_raises_out_of_range(call):
 @pytest.mark.parametrize("mode", ["Norm", None, "PA_NZ"])
 def test_scatter_pa_kv_cache(call, mode):
     key, value = rand(4, 2, 32), rand(4, 2, 16, seed=1)
-    slots = [5, -1, 0, 11]
+    slots = [5, -1, 0, 9]  # -1 must not reach the last slot, 11
     if mode == "PA_NZ":
         key_cache, value_cache = torch.zeros(3, 4, 4, 16), torch.zeros(3, 2, 4, 16)
     else:

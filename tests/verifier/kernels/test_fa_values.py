@@ -51,8 +51,9 @@ def test_mha_mqa_gqa_in_both_versions(fa, version, heads, kv_heads):
     close(got, fa.expected(case, d)[0])
 
 
-def test_left_out_kv_heads_mean_as_many_as_query_heads(fa):
-    case = fa.Case((3,), (3,), heads=3, kv_heads=3, mode=3)
+@pytest.mark.parametrize(("layout", "pages"), [("TND", 0), ("TND", 3), ("BSH", 0), ("BSND", 3)])
+def test_left_out_kv_heads_mean_as_many_as_query_heads(fa, layout, pages):
+    case = fa.Case((3,), (3,), heads=3, kv_heads=3, mode=3, layout=layout, pages=pages)
     d = fa.data(case)
     got, _ = fa.attend(case, d, num_key_value_heads=0)
     close(got, fa.expected(case, d)[0])
