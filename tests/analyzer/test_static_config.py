@@ -154,3 +154,11 @@ def test_agrees_with_the_real_constructor(tmp_path: Path) -> None:
     ours = _read(tmp_path, BASE.replace("        self.dtype = torch.bfloat16\n", ""), "ModelConfig").values
     for key, value in ours.items():
         assert getattr(real, key) == value, key
+
+
+def test_raise_ends_what_can_be_said(tmp_path: Path) -> None:
+    text = (
+        "class AConfig(PretrainedConfig):\n    model_type = 'a'\n    def __init__(self, n=None):\n        self.k = 3\n"
+        "        if n is None:\n            raise ValueError('n')\n        self.n = 5\n"
+    )
+    assert _read(tmp_path, text).values == {"model_type": "a", "k": 3}

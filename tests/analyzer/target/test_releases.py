@@ -172,3 +172,8 @@ def test_installed_wheel_counts_last_without_cann(tmp_path: Path, monkeypatch: p
 def test_nothing_here_imports_torch_npu() -> None:
     spec = importlib.util.find_spec("kvskill.analyzer.target.environment")
     assert spec is not None and "import torch" not in Path(spec.origin or "").read_text()
+
+
+@pytest.mark.parametrize("line", ["PyTorch 1.11.0", "torch_npu 5.0.1", "torch_npu 99.0.0"])
+def test_unknown_numbers_in_prose_say_nothing(line: str) -> None:
+    assert read_mentions(line, "f", pins=False) == []
