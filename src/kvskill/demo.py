@@ -63,7 +63,8 @@ def run_demo(demo: Demo) -> int:
     click.echo(f"Model:  {model.name} ({model.summary}), Legacy KV cache")
     click.echo(f"Target: an embedded repository with the API of {demo.era}")
     click.echo(f"Folder: {demo.folder}")
-    verify = ["verify", *(["--before-repo", str(demo.before)] if demo.before else [])]
+    before = ["--before-repo", str(demo.before)] if demo.before else []
+    verify = ["verify", *model.verify, *before]
     steps = [["analyze"], ["apply", "--diff"], ["apply"], verify]
     for number, step in enumerate(steps, start=1):
         code = _step(demo, f"{number}/{len(steps)}", step)

@@ -23,7 +23,7 @@ def run(*argv: str, timeout: int = 420) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("model", "era"),
-    [("tiny_dense", "2026-04"), ("tiny_dense", "2026-08"), ("tiny_moe2d", "2026-06")],
+    [("tiny_dense", "2026-04"), ("tiny_dense", "2026-06"), ("tiny_moe2d", "2026-06"), ("tiny_mixed", "2026-08")],
 )
 def test_a_model_is_converted_and_agrees(model: str, era: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")

@@ -14,12 +14,17 @@ _HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class EmbeddedModel:
-    """One Legacy model. `era` is the API it was written for; `classes` are (model, configuration)."""
+    """One Legacy model.
+
+    `era` is the API it was written for, `classes` are (model, configuration), `verify` what `kvskill verify` needs
+    beyond its defaults to reach every path.
+    """
 
     name: str
     era: str
     classes: tuple[str, str]
     summary: str
+    verify: tuple[str, ...] = ()
 
 
 # Layers copied on top of each other, in order. A later layer replaces files of an earlier one.
@@ -54,6 +59,7 @@ MODELS: dict[str, EmbeddedModel] = {
             "2026-04",
             ("TinyMixedForCausalLM", "TinyMixedConfig"),
             "dense, sliding-window and full layers, plain PyTorch, packed input",
+            verify=("--long",),  # a prompt beyond the window
         ),
     )
 }

@@ -46,13 +46,18 @@ def _rows(arrays: dict[str, Any], request: int, name: str = "logits") -> dict[in
 
 
 def compare(
-    oracle: str, reference: dict[str, Any], tested: dict[str, Any], prompts: list[int], tolerance: float
+    oracle: str,
+    reference: dict[str, Any],
+    tested: dict[str, Any],
+    prompts: list[int],
+    tolerance: float,
+    name: str = "logits",
 ) -> list[Comparison]:
     """One Comparison per request. A position that the oracle has and the tested party lacks counts as missing,
     up to the last position that the tested party reached."""
     out = []
     for request, prompt in enumerate(prompts):
-        ref, got = _rows(reference, request), _rows(tested, request)
+        ref, got = _rows(reference, request, name), _rows(tested, request, name)
         common = sorted(set(ref) & set(got))
         scale = max((float(np.abs(ref[p]).max()) for p in common), default=1.0) or 1.0
         worst, nan, first = 0.0, 0, None

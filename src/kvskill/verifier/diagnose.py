@@ -26,6 +26,13 @@ _CHECK_CODES = {
         "Something is kept between requests: index caches by slots only, never by batch row.",
     ),
     "run.staggered": ("KV417", "A result depends on the batch row, on neighbours, or on blocks nobody owns."),
+    "run.split": ("KV424", "Prefill and decode must compute the same: compare their two attention calls."),
+    "run.draft": (
+        "KV423",
+        "Compare the draft model's attention with the Legacy one: arguments are threaded anew there.",
+    ),
+    "run.draft-split": ("KV423", "Prefill and decode of the draft model must compute the same."),
+    "release.split": ("KV415", "Let the framework own the blocks; do not hold or write block lists."),
     "run.rank-places": ("KV422", "Every rank loads the first shard: take the rank from the group that was created."),
     "run.ranks-agree": ("KV422", "Gather or reduce over the group that the layer is sharded on."),
     "release.blocks": ("KV415", "Let the framework own the blocks; do not hold or write block lists."),

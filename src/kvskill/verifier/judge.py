@@ -50,6 +50,8 @@ def judge(plan: Plan, outcomes: dict[str, Outcome]) -> VerifyReport:
         references["Legacy"] = legacy.arrays
     for name, reference in references.items():
         report.comparisons += compare(name, reference, paged.arrays, list(work.prompts), tolerance)
+    if options.mtp and "Legacy" in references:
+        report.checks.append(_draft_check(references["Legacy"], paged.arrays, work, tolerance))
     observations = dict(paged.result.get("observations", {}))
     observations["groups"] = paged.result.get("groups", {})
     attention = hf.result.get("attention", {}) if hf is not None else {}
@@ -175,6 +177,15 @@ def _run_checks(paged: Outcome, work: Workload, next_n: int) -> list[Check]:
     shapes = [p["text"] for p in result.get("problems", []) if p["kind"] == "logits-shape"]
     out.append(Check("run.logits-shape", not shapes, "; ".join(shapes) or "[n, 1, V] and [B, q, V]"))
     return out
+
+
+def _draft_check(legacy: dict[str, Any], paged: dict[str, Any], work: Workload, tolerance: float) -> Check:
+    """The draft model's logits, against the Legacy draft model's."""
+    found = compare("draft", legacy, paged, list(work.prompts), tolerance, "draft")
+    worst = max((c.relative if not c.nan else float("inf") for c in found), default=0.0)
+    count = sum(c.positions for c in found)
+    text = f"{count} draft positions differ from Legacy by at most {worst:.1e}"
+    return Check("run.draft", bool(count) and worst <= tolerance, text)
 
 
 def _rank_checks(plan: Plan, outcomes: dict[str, Outcome]) -> list[Check]:

@@ -78,6 +78,7 @@ def make_children(plan: Plan) -> list[Child]:
         "waive": list(options.waive),
         "metamorphic": options.checks and options.tp == 1,
     }
+    later = min(7, work.steps)
     for rank in range(options.tp):
         name = "paged" if rank == 0 else f"paged{rank}"
         job = {
@@ -88,6 +89,8 @@ def make_children(plan: Plan) -> list[Child]:
             "out": str(plan.folder / name),
             "batch_size": work.batch_size,
             "waves": [list(w) for w in work.waves],
+            "longest": max(work.prompts) + later,
+            "later": later,
             "tp": options.tp,
             "rank": rank,
             "rendezvous": str(plan.folder / "rendezvous"),

@@ -1,8 +1,9 @@
-"""Runs of the Paged model: the recorded one, and three more that must agree with it.
+"""Runs of the Paged model: the recorded one, and more that must agree with it.
 
 1. recorded: permuted block ids, NaN in the null block and in every block that nobody owns;
 2. again: nothing is reset, so blocks are reused in another order with stale data in them;
-3. staggered: large finite poison, requests in reverse order, ends at different steps (rows move up, idle rows).
+3. staggered: large finite poison, requests in reverse order, ends at different steps (rows move up, idle rows);
+4. split: prompts that end later, so that prefill computes what decode computed (with drafts: those as well).
 
 The repetitions end earlier than the recorded run: long enough to fill a block and to start the next.
 """
@@ -49,7 +50,7 @@ def run_paged(target: Any, caches: Caches, cache_info: Any, job: dict[str, Any],
     recorder.begin(keep_hidden=True)
     _waves(target, recorder, waves, job, result, "release.blocks")
     arrays = recorder.arrays()
-    first = recorder.logits
+    first, recorder.first_draft = recorder.logits, recorder.draft
     result["observations"] = observer.to_json()
     result["rule_warnings"] = [
         {
@@ -102,6 +103,21 @@ def _metamorphic(
     _waves(target, recorder, [w[::-1] for w in waves[::-1]], job, result, "release.staggered", ends)
     text = "reverse order, finite poison" + (", ends at different steps" if idle else "")
     arrays.update(_judge(result, "run.staggered", first, recorder, text, "staggered/"))
+
+    result["phase"] = "run split"
+    later = int(job["later"])
+    caches.start(float("nan"))
+    draft = recorder.first_draft
+    recorder.begin(keep_hidden=False)
+    recorder.prompts = [n + later for n in job["prompts"]]
+    target.tokenizer.prompts.update(
+        {f"#{r}": list(t[: job["prompts"][r] + later]) for r, t in enumerate(job["tokens"])}
+    )
+    _waves(target, recorder, waves, job, result, "release.split", dict.fromkeys(requests, 2))
+    text = f"prompts that end {later} tokens later"
+    arrays.update(_judge(result, "run.split", first, recorder, text, "split/"))
+    if draft:
+        _judge(result, "run.draft-split", draft, recorder, f"draft model, {text}", "", recorder.draft)
     return arrays
 
 
@@ -168,12 +184,14 @@ def _end_early(scheduler: Any, recorder: Any, stagger: dict[int, int]) -> None:
             request.decode_step_count = scheduler.config.max_new_tokens - 1
 
 
-def _judge(result: dict[str, Any], name: str, first: Any, recorder: Any, text: str, prefix: str) -> dict[str, Any]:
-    """Compare a run with the recorded one, at every position both have."""
+def _judge(
+    result: dict[str, Any], name: str, first: Any, recorder: Any, text: str, prefix: str, book: Any = None
+) -> dict[str, Any]:
+    """Compare a run (`book`: its logits by request and position) with the recorded one, where both have a position."""
     worst, nan, count = 0.0, 0, 0
     where: tuple[int, int] | None = None
     first_nan: tuple[int, int] | None = None
-    for request, found in recorder.logits.items():
+    for request, found in (book or recorder.logits).items():
         reference = first.get(request, {})
         scale = max((float(np.nanmax(np.abs(v))) for v in reference.values() if np.isfinite(v).any()), default=1.0)
         for position, values in found.items():

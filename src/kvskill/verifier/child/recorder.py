@@ -30,6 +30,7 @@ class Recorder:
         self.keep_hidden = False
         self.logits: dict[int, dict[int, Any]] = {}
         self.draft: dict[int, dict[int, Any]] = {}
+        self.first_draft: dict[int, dict[int, Any]] = {}
         self.hidden: dict[int, dict[str, dict[int, Any]]] = {}
         self.problems: list[dict[str, Any]] = []
         self.forwards = 0
