@@ -11,18 +11,21 @@ __all__ = ["worked_examples"]
 def worked_examples() -> str:
     """Markdown of all examples in `references/skill_pages/examples.yaml`.
 
-    The first example of a template is printed whole, the others from where they differ from it.
+    The first example with a template is printed whole, the others from where their code differs from it.
     """
     out: list[str] = []
     whole: dict[str, tuple[int, list[str]]] = {}
     for number, row in enumerate(reference_data("skill_pages/examples")["examples"], start=1):
-        name = row["template"]
-        code = render_template(name, {**default_context(name), **row["change"]}).strip("\n").split("\n")
-        first, lines = whole.setdefault(name, (number, code))
-        if first != number:
-            code = [f"# ... as in example {first} up to here", *code[_difference(lines, code) :]]
+        code: list[str] = []
+        for name in row["templates"]:
+            lines = render_template(name, {**default_context(name), **row["change"]}).strip("\n").split("\n")
+            first, before = whole.setdefault(name, (number, lines))
+            if first != number:
+                lines = [f"# ... as in example {first} up to here", *lines[_difference(before, lines) :]]
+            code += lines
+        names = " and ".join(f"`{name}`" for name in row["templates"])
         body = "\n".join(code)
-        out.append(f"### {number}. {row['title']}\n\n{row['text']} Template `{name}`.\n\n```python\n{body}\n```")
+        out.append(f"### {number}. {row['title']}\n\n{row['text']} Template {names}.\n\n```python\n{body}\n```")
     return "\n\n".join(out)
 
 
