@@ -51,8 +51,9 @@ def postcheck(plan: Plan, facts: ModelFacts, config: Mapping[str, Any]) -> list[
         out.append(_finding(entry.file, entry.node, "KV260", f"The result reads as `{again.state}`, not as paged."))
         return out
     config = settings_of(program, entry, config)
+    drafts = any("mtp" in c.name.lower() for c in program.classes())
     for phase in ("prefill", "decode"):
-        run = run_model(program, entry, config, phase, "paged")  # type: ignore[arg-type]
+        run = run_model(program, entry, config, phase, "paged", drafts=drafts)  # type: ignore[arg-type]
         out.extend(_walks(run, program))
     return out
 
@@ -128,7 +129,11 @@ def _attends(run: Run) -> list[Diagnostic]:
     """Every fused call reads packed queries, and rotary inputs follow positions, not counts."""
     out: list[Diagnostic] = []
     calls = [c for c in run.walk.calls if c.name in ATTEND_OPS]
-    tokens = Dim.atom("T") if run.phase == "prefill" else Dim.atom("n") * Dim.atom("q")
+    tokens = Dim.atom("T")
+    if run.phase == "decode":
+        ids = next(t for t in run.walk.tensors if t.op == "input:slot_mapping")
+        assert ids.shape is not None
+        tokens = ids.shape[0]
     for call in calls:
         q = call.args[0] if call.args else call.kwargs.get("query")
         if call.kwargs.get("input_layout") != Const("TND"):

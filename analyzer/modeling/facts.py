@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvskill.analyzer.modeling.program import Program
 from kvskill.analyzer.modeling.run import Form, Run
 from kvskill.analyzer.modeling.values import ClassVal, Func, Instance
 from kvskill.diagnostics import Diagnostic
 from kvskill.source import SourceFile
+
+if TYPE_CHECKING:
+    from kvskill.analyzer.modeling.mla import MlaFacts
 
 __all__ = [
     "AttentionFacts",
@@ -95,6 +98,7 @@ class AttentionFacts:
     window: Window | None
     seam: Seam
     reps: tuple[Instance, ...] = ()
+    mla: MlaFacts | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvskill.analyzer.modeling.facts import AttentionFacts, CacheDecl, ModelFacts, State
+from kvskill.analyzer.modeling.mla import find_mla
 from kvskill.analyzer.modeling.program import Program, load_program, source_files
 from kvskill.analyzer.modeling.run import Form, Run, run_model, submodules
 from kvskill.analyzer.modeling.seam import RepRun, SeamError, find_seam, rep_runs
@@ -195,9 +196,10 @@ def _attention(
             reps.append(rep_runs(decode, twins[inst.path]))
     if not reps:
         raise SeamError(_no_attention(cls))
-    seam = find_seam(reps)
+    latent = find_mla(mine, reps)
+    seam = latent[0] if latent is not None else find_seam(reps)
     layer_of = {id(m): i for i, m in enumerate(mine)}
-    window, doubt = find_window(mine, reps, config, layer_of)
+    window, doubt = find_window(mine, reps, config, layer_of) if latent is None else (None, None)
     if doubt is not None:
         raise SeamError(
             Diagnostic(
@@ -226,6 +228,7 @@ def _attention(
         window,
         seam,
         tuple(r.inst for r in reps if r.run.phase == "prefill"),
+        latent[1] if latent is not None else None,
     )
 
 

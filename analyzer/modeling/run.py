@@ -86,8 +86,12 @@ def run_model(
     form: Form,
     *,
     infer: Mapping[str, Any] | None = None,
+    drafts: bool = True,
 ) -> Run:
-    """Construct `entry` and run its forward in one phase. Never raises on the target's code."""
+    """Construct `entry` and run its forward in one phase. Never raises on the target's code.
+
+    `drafts`: a paged decode step may carry several tokens per request (multi-token prediction).
+    """
     settings = {**_INFER_DEFAULTS, **(infer or {})}
 
     def concrete(path: str) -> Any:
@@ -114,7 +118,7 @@ def run_model(
     walk.problems.clear()
     walk.attr_writes.clear()
     walk.collapse_layers = True
-    inputs, meta = _inputs(walk, phase, form)
+    inputs, meta = _inputs(walk, phase, form, drafts)
     for name in _META_NAMES:
         walk.hooks[name] = lambda *_: meta
     _bind_caches(walk, root, form)
@@ -175,14 +179,14 @@ def _lookup(path: str, config: Mapping[str, Any], settings: Mapping[str, Any]) -
     return MISSING
 
 
-def _inputs(walk: Walk, phase: Phase, form: Form) -> tuple[dict[str, Value], Dict_]:
+def _inputs(walk: Walk, phase: Phase, form: Form, drafts: bool) -> tuple[dict[str, Value], Dict_]:
     prefill = phase == "prefill"
     one = const(1)
     b = Dim.atom("B")
     s = Dim.atom("S") if prefill else one
     if form == "paged":
         rows = Dim.atom("n")
-        tokens = Dim.atom("T") if prefill else Dim.atom("n") * Dim.atom("q")
+        tokens = Dim.atom("T") if prefill else Dim.atom("n") * (Dim.atom("q") if drafts else const(1))
         ids: tuple[Dim, ...] = (tokens,)
         kv_len = (tokens,) if prefill else (rows,)
     else:

@@ -355,6 +355,8 @@ class Walk:
             return a
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             shape = a.shape if a.shape is not None and a.shape == b.shape else None
+            if shape is None and a.shape is not None and b.shape is not None:
+                shape = _for_any_batch(a.shape, b.shape)
             if shape is None and a.shape is not None and b.shape is not None and len(a.shape) == len(b.shape):
                 shape = tuple(x if x == y else fresh() for x, y in zip(a.shape, b.shape, strict=True))
             return self.tensor("join", [a, b], shape, None)
@@ -1021,6 +1023,20 @@ class Walk:
         ]
         inst.attrs.update(dict(zip(names, args, strict=False)))
         inst.attrs.update(kwargs)
+
+
+def _for_any_batch(a: tuple[Dim, ...], b: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
+    """Two shapes that are one for a batch of one: the one that holds for any batch."""
+    if len(a) != len(b):
+        return None
+    one_a, one_b = (tuple(_without_batch(d) for d in s) for s in (a, b))
+    if one_a != one_b:
+        return None
+    return a if a[:1] == (Dim.atom("B"),) else b
+
+
+def _without_batch(dim: Dim) -> Dim:
+    return dim.divide(Dim.atom("B")) or (const(1) if dim == Dim.atom("B") else dim)
 
 
 def _from_ids(value: Value) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 
 from kvskill.analyzer.modeling.dims import Dim, const, same
-from kvskill.analyzer.modeling.values import Const, Frame, Func, Instance, Tensor, Tup, Value
+from kvskill.analyzer.modeling.values import Bool, Const, Frame, Func, Instance, Tensor, Tup, Value
 from kvskill.analyzer.modeling.walk import Test, Walk
 from kvskill.implementer.framework.attention import adapt_block
 from kvskill.implementer.framework.container import Containers
@@ -163,8 +163,8 @@ def _rewrite_test(ctx: Context, test: Test, twin: Test | None, func: ast.Functio
         # the same side in both phases: it depends on the batch only in theory
         if known is not None and "S" not in test.axes:
             return
-    if _raises(test):
-        return
+    if _raises(test) or (isinstance(test.value, Bool) and test.axes <= {"B"}):
+        return  # both sides were walked and agree
     ctx.refuse(
         file,
         test.node,

@@ -162,6 +162,8 @@ def _shim(
         folded = source.rank == 2 and value.rank == 3 and value.shape is not None and source.shape is not None
         if not folded or value.shape is None or source.shape is None or value.shape[2] != source.shape[1]:
             return False
+        if source.shape[0] != Dim.atom("B") * Dim.atom("S"):
+            return False
     elif kind not in ("ids", "positions") or not _row_axes(value) or source.rank != 1:
         return False
     base = _base(part, frame)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from kvskill.analyzer.modeling.trace import chain, stmt_in
+from kvskill.analyzer.modeling.trace import ancestors, chain, stmt_in
 from kvskill.analyzer.modeling.values import Frame, Func, Tensor
 from kvskill.implementer.framework.container import Containers
 from kvskill.implementer.framework.context import Context
@@ -27,11 +27,21 @@ def convert_last_token(ctx: Context, containers: Containers) -> dict[int, int]:
         for t in run.walk.tensors
         if t.stream and t.op in _PICKS and t.frame in frames and _over_tokens(t) and not _inside_attention(ctx, t)
     ]
+    if picks and all(_already_packed(t) for t in picks):
+        return {}
     if picks:
         frame = picks[0].frame
         assert frame is not None
         return _replace(ctx, frame, picks)
     return _add(ctx, frames)
+
+
+def _already_packed(t: Tensor) -> bool:
+    """Rows of [T, H] picked by the running sum of lengths: that is the packed selection already."""
+    source = t.parents[0]
+    if not isinstance(source, Tensor) or source.rank != 2 or t.rank != 2 or chain(source)[-1].rank != 2:
+        return False
+    return any(a.op == "input:actual_seq_lengths_cu_q" for a in ancestors(t.parents[1:]))
 
 
 def _over_tokens(t: Tensor) -> bool:
@@ -84,7 +94,12 @@ def _replace(ctx: Context, frame: Frame, picks: list[Tensor]) -> dict[int, int]:
     index = func.body.index(top)
     binder = None
     for stmt in func.body[:index]:
-        if any(isinstance(n, ast.Name) and n.id == source for t in _targets(stmt) for n in ast.walk(t)):
+        if any(
+            isinstance(n, ast.Name) and n.id == source
+            for inner in statements([stmt])
+            for t in _targets(inner)
+            for n in ast.walk(t)
+        ):
             binder = stmt
     unit = ctx.unit(func, frame.file)
     edits = ctx.edit_set(frame.file)

@@ -1,0 +1,296 @@
+"""Multi-head latent attention: found by its projections, their dims and the flow of data, not by names.
+
+The fingerprint: one projection (`down`) gives a latent and a rope part; a norm acts on the latent only; a second
+projection (`up`) turns the normalised latent into heads * (nope + v); the rope part is shared by all heads. What
+the Legacy code caches does not matter: decompressed keys and values, or the latent itself.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, replace
+
+from kvskill.analyzer.modeling.dims import Dim
+from kvskill.analyzer.modeling.facts import Binding, Seam
+from kvskill.analyzer.modeling.mla_parts import Fingerprint, Parts, fingerprint, parts_of
+from kvskill.analyzer.modeling.mla_rope import FusedWrite, fused_write
+from kvskill.analyzer.modeling.run import submodules
+from kvskill.analyzer.modeling.seam import (
+    RepRun,
+    SeamError,
+    _binding,
+    _common_frames,
+    _config_path,
+    _essential,
+    _fail,
+    _frame_of,
+    _meta_expr,
+    _output,
+    _removed,
+    _scale,
+    _top,
+    attr_for,
+)
+from kvskill.analyzer.modeling.trace import chain
+from kvskill.analyzer.modeling.values import Frame, Instance, Tensor
+from kvskill.source import SourceFile
+
+__all__ = ["MlaFacts", "find_mla"]
+
+_BY_HAND = "Convert this class by hand (`kvskill template show framework/mla_attend`)."
+
+
+@dataclass(frozen=True, eq=False)
+class MlaFacts:
+    """One latent attention class. Names hold in the seam's function, expressions in it (`self.` is the seam's own).
+
+    `latent` is the value that enters `up`, or its input to the norm when `normed` is False. Sizes are expressions;
+    `values` has their numbers for this configuration.
+    """
+
+    q_nope: Binding
+    q_rope: Binding
+    latent: Binding
+    normed: bool
+    k_rope: Binding
+    down: str
+    norm: str
+    up: str
+    rank: str
+    nope: str
+    rope: str
+    v: str
+    values: dict[str, int]
+    fused: FusedWrite | None
+    why_not_fused: str
+    caches: tuple[str, ...]  # the Legacy placeholders' names
+    init_cache: tuple[ast.FunctionDef, SourceFile] | None
+
+
+def find_mla(mine: list[Instance], reps: list[RepRun]) -> tuple[Seam, MlaFacts] | None:
+    """The seam and the facts of a latent attention class; None when the class is no such thing.
+
+    Raises SeamError with a place when the fingerprint is there but something is not certain: such a class must not
+    be converted as ordinary attention.
+    """
+    first = reps[0]
+    mark = fingerprint(first)
+    if mark is None:
+        return None
+    cls = first.inst.cls
+    file, node = cls.file, cls.node
+    _check(reps, file, node)
+    found: list[tuple[RepRun, Parts]] = []
+    for rep in reps:
+        here = fingerprint(rep)
+        parts = parts_of(rep, here) if here is not None else "the latent path differs between the phases"
+        if here is None or isinstance(parts, str):
+            fact = f"{cls.name} is latent attention, but {parts} ({rep.run.phase})."
+            raise _fail(file, node, "KV270", fact, _BY_HAND)
+        if (here.down, here.norm, here.up) != (mark.down, mark.norm, mark.up):
+            raise _fail(file, node, "KV270", f"{cls.name} uses other projections in decode.", _BY_HAND)
+        found.append((replace(rep, attends=[replace(rep.attends[0], out=parts.out)]), parts))
+    return _seam(mine, found, mark)
+
+
+def _check(reps: list[RepRun], file: SourceFile, node: ast.AST) -> None:
+    for rep in reps:
+        name, phase = rep.inst.cls.name, rep.run.phase
+        if len(rep.attends) != 1:
+            fact = f"{name} computes latent attention {len(rep.attends)} times in {phase}; once is expected."
+            raise _fail(file, node, "KV271", fact, _BY_HAND)
+        attend = rep.attends[0]
+        for bad in attend.bad:
+            if bad.where is not None and bad.where.stream and bad.code in ("KV142", "KV143", "KV145"):
+                continue  # the second half of a score made of two products
+            where = bad.where.frame.file if bad.where is not None and bad.where.frame is not None else file
+            fact = f"The fused attention operator cannot express {bad.what}."
+            raise _fail(where, bad.node, bad.code, fact, "Keep the Legacy cache for this model, or remove it.")
+        if attend.sinks is not None or attend.windows:
+            what = "attention sinks" if attend.sinks is not None else "a sliding window"
+            raise _fail(file, node, "KV272", f"{name} is latent attention with {what}.", "Keep the Legacy cache.")
+
+
+def _seam(
+    mine: list[Instance], found: list[tuple[RepRun, Parts]], mark: Fingerprint
+) -> tuple[Seam, MlaFacts]:
+    reps = [rep for rep, _ in found]
+    prefill, parts = next((r, p) for r, p in found if r.run.phase == "prefill")
+    inst, cls = prefill.inst, prefill.inst.cls
+    doubt: SeamError | None = None
+    for frame in _common_frames(reps, cls.file):
+        func = frame.func
+        assert isinstance(func, ast.FunctionDef) and frame.owner is not None
+        frames = {id(r): _frame_of(r, func) for r in reps}
+        try:
+            anchor, names, normed = _place(found, frames, func, frame.file)
+            break
+        except SeamError as exc:
+            doubt = doubt or exc
+    else:
+        assert doubt is not None
+        raise doubt
+    here = frames[id(prefill)]
+    removed = _removed(reps, frames, names, anchor)  # type: ignore[arg-type]
+    bindings = [_binding(prefill, here, anchor, n, frame.file) for n in names]
+    out, extra, post = _output(reps, frames, func, frame.file)
+    removed.extend(p for p in post if p not in removed)
+    me = func.args.args[0].arg if func.args.args else "self"
+    size = {
+        k: _size(prefill, me, d, k, frame.file, func)
+        for k, d in (
+            ("heads", parts.heads),
+            ("rank", parts.rank),
+            ("nope", parts.nope),
+            ("rope", parts.rope),
+            ("v", parts.v),
+        )
+    }
+    values = {k: prefill.walk.concrete_dim(getattr(parts, k)) for k in size}
+    if any(v is None for v in values.values()):
+        raise _fail(frame.file, func, "KV273", f"The sizes of {cls.name} are not all known.", _BY_HAND)
+    scale, scale_value = _scale(
+        prefill, prefill.attends[0], here, names[0], f"({size['nope']} + {size['rope']})", frame.file
+    )
+    fused, why = fused_write(prefill, here, func, anchor, mark, parts)
+    seam = Seam(
+        func=func,
+        file=frame.file,
+        owner=frame.owner,
+        self_name=me,
+        anchor=anchor,
+        q=bindings[0],
+        k=bindings[2],
+        v=bindings[3],
+        out=out,
+        extra_targets=extra,
+        removed=tuple(removed),
+        heads_expr=size["heads"],
+        kv_heads_expr="1",
+        k_dim_expr=size["rank"],
+        v_dim_expr=size["rope"],
+        scale_expr=scale,
+        scale_value=scale_value,
+        sinks_expr=None,
+        meta_expr=_meta_expr(prefill, here, anchor),
+        kinds=("mla",),
+        k_cache="nope_cache",
+        v_cache="rope_cache",
+    )
+    facts = MlaFacts(
+        q_nope=bindings[0],
+        q_rope=bindings[1],
+        latent=bindings[2],
+        normed=normed,
+        k_rope=bindings[3],
+        down=mark.down,
+        norm=mark.norm,
+        up=mark.up,
+        rank=size["rank"],
+        nope=size["nope"],
+        rope=size["rope"],
+        v=size["v"],
+        values={k: v for k, v in values.items() if v is not None},
+        fused=fused,
+        why_not_fused=why,
+        caches=tuple(n for n, v in inst.attrs.items() if isinstance(v, Tensor) and v.op == "cache"),
+        init_cache=_own_init_cache(prefill, mine),
+    )
+    return seam, facts
+
+
+def _place(
+    found: list[tuple[RepRun, Parts]], frames: dict[int, Frame], func: ast.FunctionDef, file: SourceFile
+) -> tuple[ast.stmt, tuple[str, str, str, str], bool]:
+    """The first statement of writing or attending before which all four parts have names in every run."""
+    tops: list[ast.stmt] = []
+    for rep, _ in found:
+        for stmt in _essential(rep, frames[id(rep)]):
+            top = _top(func, stmt)
+            if top not in tops:
+                tops.append(top)
+    tops.sort(key=lambda s: s.lineno)
+    missing: list[str] = []
+    for anchor in tops:
+        names: list[str] = []
+        normed = True
+        for label in ("q_nope", "q_rope", "latent", "k_rope"):
+            name = _name(found, frames, anchor, label)
+            if name is None and label == "latent":
+                name, normed = _name(found, frames, anchor, "raw"), False
+            if name is None:
+                missing.append(label)
+                break
+            names.append(name)
+        if len(names) == 4:
+            return anchor, (names[0], names[1], names[2], names[3]), normed
+    raise _fail(
+        file,
+        tops[0] if tops else func,
+        "KV274",
+        f"No place was found where the parts of the latent attention all have names ({missing[0]} has none).",
+        "Name the query's two parts, the latent and the shared rope part before the cache is written.",
+    )
+
+
+def _name(found: list[tuple[RepRun, Parts]], frames: dict[int, Frame], anchor: ast.stmt, label: str) -> str | None:
+    common: set[str] | None = None
+    order: list[str] = []
+    for rep, parts in found:
+        env = frames[id(rep)].env_before.get(id(anchor))
+        if env is None:
+            return None
+        ids = {id(t): i for i, t in enumerate(chain(getattr(parts, label)))}
+        mine = sorted((ids[id(v)], n) for n, v in env.items() if id(v) in ids)
+        common = {n for _, n in mine} if common is None else common & {n for _, n in mine}
+        if rep.run.phase == "prefill" and not order:
+            order = [n for _, n in mine]
+    return next((n for n in order if n in (common or ())), None)
+
+
+def _size(rep: RepRun, me: str, dim: Dim, what: str, file: SourceFile, func: ast.FunctionDef) -> str:
+    """A size as an expression of the function: an attribute of the object, a configuration value it keeps, a number."""
+    found = attr_for(rep.walk, rep.inst, dim) or _config_path(rep.inst, dim)
+    if found is not None:
+        return f"{me}.{found}"
+    if dim.value is not None:
+        return str(dim.value)
+    raise _fail(
+        file,
+        func,
+        "KV273",
+        f"The size `{what}` of {rep.inst.cls.name} is not held by an attribute (it is {dim}).",
+        "Keep it in an attribute of the attention class.",
+    )
+
+
+def _own_init_cache(rep: RepRun, mine: list[Instance]) -> tuple[ast.FunctionDef, SourceFile] | None:
+    """The model's `init_cache`, which the paged engine will not call; it must allocate nothing but these caches."""
+    found = rep.run.root.cls.method("init_cache")
+    if found is None:
+        return None
+    func, owner = found
+    for module in submodules(rep.run.root):
+        if module in mine:
+            continue
+        if any(isinstance(v, Tensor) and v.op == "cache" for v in module.attrs.values()):
+            raise _fail(
+                owner.file,
+                func,
+                "KV275",
+                f"`init_cache` also allocates something in {module.cls.name}; the paged engine will not call it.",
+                "Allocate that state elsewhere first.",
+            )
+    own = {n for m in mine for n, v in m.attrs.items() if isinstance(v, Tensor) and v.op == "cache"}
+    for node in ast.walk(func):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr not in own:
+            raise _fail(
+                owner.file,
+                node,
+                "KV275",
+                f"`init_cache` also sets `{node.attr}`; the paged engine will not call it.",
+                "Set it in __init__ or in forward first.",
+            )
+    return func, owner.file
+
+
