@@ -2,8 +2,8 @@
 
     python scripts/derive_class_defaults.py [--check]
 
-For every configuration class with a text decoder or encoder: the defaults of the keys that decide the KV cache,
-key aliases, the path to the language model's settings, and its role. Only values are taken, no text.
+For every configuration class with a text decoder or encoder: the defaults of the keys that decide the KV
+cache, key aliases, the path to the language model's settings, and its role. Only values are taken, no text.
 `--check` compares with the file instead of writing it.
 """
 
@@ -15,6 +15,7 @@ import dataclasses
 import inspect
 import json
 import os
+import re
 import sys
 import textwrap
 import warnings
@@ -235,6 +236,20 @@ def derive() -> dict[str, Any]:
     }
 
 
+def unread() -> list[str]:
+    """Keys that the analyzer looks up and that are fields of a class, but whose default is not derived."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    folder = OUT.parents[3] / "analyzer/config"
+    looked_up: set[str] = set()
+    for path in folder.glob("*.py"):
+        for call in re.findall(r"settings\.(?:get|value|flag)\(([^()]*)\)", path.read_text(encoding="utf-8")):
+            looked_up |= set(re.findall(r'"([a-zA-Z_.]+)"', call))
+    loaded = json.loads(OUT.read_text(encoding="utf-8"))["classes"]
+    fields = {f.name for name in loaded for f in dataclasses.fields(CONFIG_MAPPING[name])}
+    return sorted((looked_up & fields) - KEYS - {"rope_parameters", "rope_scaling"})
+
+
 def render(data: dict[str, Any]) -> str:
     """One class per line, so that a diff names the class."""
     head = {k: v for k, v in data.items() if k != "classes"}
@@ -255,6 +270,9 @@ def main() -> int:
     OUT.parent.mkdir(parents=True, exist_ok=True)
     OUT.write_text(text, encoding="utf-8")
     print(f"{OUT.name}: {len(json.loads(text)['classes'])} classes, {len(text)} bytes")
+    if missing := unread():
+        print(f"add to KEYS: {missing}")
+        return 1
     return 0
 
 

@@ -10,7 +10,16 @@ from kvskill.analyzer.config.facts import Evidence, KvGroup, LayerFacts, MlaFact
 from kvskill.analyzer.config.heads import Geometry
 from kvskill.analyzer.config.reader import Settings
 
-__all__ = ["architecture", "attention_kind", "groups_of", "k_eq_v_of", "nope_flags", "sharing_of", "sparse_span"]
+__all__ = [
+    "architecture",
+    "attention_kind",
+    "groups_of",
+    "k_eq_v_of",
+    "nope_flags",
+    "rule_text",
+    "sharing_of",
+    "sparse_span",
+]
 
 
 def architecture(config: Mapping[str, Any], settings: Settings) -> str | None:
@@ -20,6 +29,24 @@ def architecture(config: Mapping[str, Any], settings: Settings) -> str | None:
         if isinstance(names, list) and names and isinstance(names[0], str):
             return names[0]
     return None
+
+
+def rule_text(slots: tuple[LayerFacts, ...], how: str, off: str, raw: Any) -> str:
+    """How the kinds follow: the class's or the file's rule, or why a given window does nothing."""
+    kinds = {s.kind for s in slots}
+    if len(kinds) > 1:
+        return how
+    if off and raw is not None and kinds <= {"full", "mla"}:
+        return f"{off}: every layer full"
+    words = {
+        "full": "every layer full attention",
+        "mla": "every layer MLA (latent K/V)",
+        "sliding": "every layer slides",
+        "state": "every layer holds fixed-size state",
+        "none": "no layer has a cache",
+    }
+    plain = words.get(next(iter(kinds), ""), how)
+    return f"{plain} ({how})" if how and how != "no per-layer rule" and not how.startswith("every layer") else plain
 
 
 def attention_kind(

@@ -1,17 +1,17 @@
 """From a rule in class_facts.yaml to one kind per layer. The rules are data; this is their meaning.
 
-    all: kind                        every layer
-    cycle: [kinds], key: name        the list repeats; the file's list under `key` wins
-    period: n, at: first|last|end    one layer of n is `hit`, the others `miss`
-    from: key                        layers from that index on slide
-    offset: [period, offset]         layers with index % period == offset are `hit`
-    indices: key                     listed layers are `hit`
-    listed: key, listed_kind, other  listed layers are one kind, the others another
-    flags: key                       one number per layer chooses `one` or `zero`
-    pairs: key                       gpt_neo's [[kinds, times], ...]
-    dense_every: key                 one layer of n is full, the others block-sparse
-    blocks: [[kind, times], ...]     the class's own list
-    first, last, ensure_last         kinds put over the ends
+all: kind                        every layer
+cycle: [kinds], key: name        the list repeats; the file's list under `key` wins
+period: n, at: first|last|end    one layer of n is `hit`, the others `miss`
+from: key                        layers from that index on slide
+offset: [period, offset]         layers with index % period == offset are `hit`
+indices: key                     listed layers are `hit`
+listed: key, listed_kind, other  listed layers are one kind, the others another
+flags: key                       one number per layer chooses `one` or `zero`
+pairs: key                       gpt_neo's [[kinds, times], ...]
+dense_every: key                 one layer of n is full, the others block-sparse
+blocks: [[kind, times], ...]     the class's own list
+first, last, ensure_last         kinds put over the ends
 """
 
 from __future__ import annotations
@@ -76,12 +76,8 @@ def _period(spec: Mapping[str, Any], count: int, settings: Settings) -> Kinds | 
     if found is None:
         return None
     hit, miss, at, n = spec.get("hit", "full"), spec.get("miss", "sliding"), spec.get("at", "last"), found.value
-    index = {
-        "first": lambda i: i % n == 0,
-        "last": lambda i: (i + 1) % n == 0,
-        "end": lambda i: (count - 1 - i) % n == 0,
-    }[at]
-    kinds = [hit if index(i) else miss for i in range(count)]
+    shift = {"first": 0, "last": 1, "end": n - count % n + 1}[at]
+    kinds = [hit if (i + shift) % n == 0 else miss for i in range(count)]
     if "listed" in spec and (listed := settings.get(spec["listed"])) and listed.value is not None:
         chosen = set(settings.whole_list(listed, "a list of layer indices"))
         kinds = [spec["listed_kind"] if i in chosen else hit for i in range(count)]
@@ -147,6 +143,9 @@ def _blocks(spec: Mapping[str, Any], count: int, settings: Settings) -> Kinds | 
 
 def _listed(spec: Mapping[str, Any], count: int, settings: Settings) -> Kinds | None:
     found = settings.get(spec["listed"])
+    if (found is None or found.value is None) and "default" in spec:
+        settings.defaulted.setdefault(spec["listed"], spec["default"])
+        found = Value(spec["default"], Evidence("class-default", (spec["listed"],)))
     if found is None or found.value is None:
         return None
     chosen = set(settings.whole_list(found, "a list of layer indices"))
@@ -160,7 +159,8 @@ def _flags(spec: Mapping[str, Any], count: int, settings: Settings) -> Kinds | N
     if flags is None:
         return None
     kinds = [spec["one"] if on else spec["zero"] for on in flags[0]]
-    return kinds, Evidence(flags[1].source, flags[1].keys, f"{spec['one']} where {spec['flags']} is 1, else {spec['zero']}")
+    how = f"{spec['one']} where {spec['flags']} is 1, else {spec['zero']}"
+    return kinds, Evidence(flags[1].source, flags[1].keys, how)
 
 
 def layer_flags(spec: Mapping[str, Any], count: int, settings: Settings) -> tuple[list[bool], Evidence] | None:
@@ -208,15 +208,16 @@ def _dense_every(spec: Mapping[str, Any], count: int, settings: Settings) -> Kin
     if step is None:
         return ["blocksparse"] * count, _evidence(settings, (), "every layer block-sparse")
     kinds = ["full" if (i + 1) % step.value == 0 else "blocksparse" for i in range(count)]
-    return kinds, Evidence(step.evidence.source, step.evidence.keys, f"every {step.value}th layer dense, the others block-sparse")
+    how = f"every {step.value}th layer dense, the others block-sparse"
+    return kinds, Evidence(step.evidence.source, step.evidence.keys, how)
 
 
 _RULES = {
     "all": _all,
     "indices": _indices,
     "blocks": _blocks,
-    "cycle": _cycle,
     "pairs": _pairs,
+    "cycle": _cycle,
     "period": _period,
     "from": _from,
     "offset": _offset,

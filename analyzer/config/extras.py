@@ -92,7 +92,9 @@ def sinks_of(settings: Settings, slots: tuple[LayerFacts, ...]) -> Value[str]:
     return Value(f"{words[which]} (learnable per-head logit)", evidence)
 
 
-def extra_caches(settings: Settings, slots: tuple[LayerFacts, ...], kinds: list[str], cross: bool) -> tuple[ExtraCache, ...]:
+def extra_caches(
+    settings: Settings, slots: tuple[LayerFacts, ...], kinds: list[str], cross: bool
+) -> tuple[ExtraCache, ...]:
     """Caches beside K/V."""
     out: list[ExtraCache] = []
     if indexed := _indexer(settings, kinds):

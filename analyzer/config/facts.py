@@ -31,7 +31,7 @@ __all__ = [
     "Verdict",
 ]
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 Source = Literal["key", "class-default", "derived", "class-fact", "absent"]
 # The two cache types a layer of the target framework can register; everything else is None.
 AttnType = Literal["FullAttention", "SlidingWindow"]
@@ -61,10 +61,10 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Value(Generic[T]):
+class Value(Generic[T_co]):
     """A value and its evidence."""
 
-    value: T
+    value: T_co
     evidence: Evidence
 
 
@@ -274,9 +274,7 @@ class ConfigFacts:
             "cross": "X",
             "none": "-",
         }
-        return "".join(
-            codes[x.kind].lower() if x.shares_kv_with is not None else codes[x.kind] for x in self.layers
-        )
+        return "".join(codes[x.kind].lower() if x.shares_kv_with is not None else codes[x.kind] for x in self.layers)
 
     @property
     def kv_layers_total(self) -> int:

@@ -44,14 +44,16 @@ def score_grounds(
 ) -> None:
     """Whatever stands between the product and the softmax besides scale, causal mask and window."""
     if softcap.value is not None:
-        fact = f"Attention scores are soft-capped at {softcap.value:g} ({_at(softcap.evidence)}); the fused operator has no softcap input."
+        fact = f"Scores are soft-capped at {softcap.value:g} ({_at(softcap.evidence)}); the operator has no softcap input."
         grounds.add("KV100", fact, _KEEP, softcap.evidence, blocks=True)
     if alibi.value:
-        fact = f"Scores get an ALiBi bias ({_at(alibi.evidence)}); the packed paged path of the operator does not take one."
+        fact = (
+            f"Scores get an ALiBi bias ({_at(alibi.evidence)}), which the operator's packed paged path does not take."
+        )
         grounds.add("KV101", fact, _KEEP, alibi.evidence, blocks=True)
     compressed = sum(k == "compressed" for k in kinds)
     if compressed:
-        fact = f"{compressed} layers attend to pooled keys and to a window in one softmax; no cache type of the target holds pooled keys."
+        fact = f"{compressed} layers attend to a window and to pooled keys, which no cache type of the target holds."
         grounds.add("KV110", fact, _KEEP, blocks=True)
     sparse = sum(s.kind == "blocksparse" for s in slots)
     if sparse:
@@ -66,18 +68,19 @@ def score_grounds(
         if found.evidence.source == "class-default" and not rule["ground"]:
             continue
         _score(rule["note"], rule["ground"], found.evidence, grounds)
-    fact = settings.info.facts.get("score")
-    if isinstance(fact, dict):
-        switch = fact.get("key")
+    known = settings.info.facts.get("score")
+    if isinstance(known, dict):
+        switch = known.get("key")
         if switch is None or settings.value(switch):
-            if not any(d.fact.startswith(_sentence(fact["note"])) for d in grounds.findings):
-                _score(fact["note"], fact["ground"], Evidence("class-fact"), grounds)
+            if not any(d.fact.startswith(_sentence(known["note"])) for d in grounds.findings):
+                _score(known["note"], known["ground"], Evidence("class-fact"), grounds)
 
 
 def _score(note: str, ground: bool, evidence: Evidence, grounds: Grounds) -> None:
     where = f" ({_at(evidence)})" if evidence.keys else ""
     if ground:
-        grounds.add("KV103", f"{_sentence(note)}{where}; the fused operator has no input for it.", _KEEP, evidence, blocks=True)
+        fact = f"{_sentence(note)}{where}; the fused operator has no input for it."
+        grounds.add("KV103", fact, _KEEP, evidence, blocks=True)
     else:
         todo = "Keep the statements that do it; they stand before the cache write."
         grounds.add("KV126", f"{_sentence(note)}{where}.", todo, evidence)
@@ -111,15 +114,16 @@ def operator_grounds(slots: tuple[LayerFacts, ...], mla: MlaFacts | None, ground
         fact = f"Head width {odd[0]} is not a multiple of {limits['head_dim_multiple']}, which the operator requires."
         grounds.add("KV109", fact, _KEEP, blocks=True)
     for slot in grows:
-        if slot.q_heads and slot.kv_heads and slot.cache_width is None and slot.q_heads // slot.kv_heads > limits["group_max"]:
+        ratio = slot.q_heads // slot.kv_heads if slot.q_heads and slot.kv_heads and slot.cache_width is None else 0
+        if ratio > limits["group_max"]:
             watch.append(
-                f"{slot.q_heads} query heads on {slot.kv_heads} K/V heads: more than {limits['group_max']} per group on one "
-                "rank is refused; split the query heads over ranks"
+                f"{ratio} query heads per K/V head: the operator takes at most {limits['group_max']} on one rank; "
+                "split the query heads over ranks"
             )
             break
     unusual = [d for d in dims if d not in limits["usual_head_dims"]]
-    if unusual and not (set(dims) == {192, 128}):
-        watch.append(f"head dims {dims}: packed layouts with a block table take a short list (128 everywhere); check the layout")
+    if unusual and set(dims) != {192, 128}:
+        watch.append(f"head dims {dims}: packed layouts with a block table take a short list; check the layout")
     geometry = {(s.kv_heads, s.k_head_dim, s.v_head_dim, s.cache_width) for s in grows if s.owns_cache}
     if len(geometry) > 1:
         watch.append("cache geometry differs between layer groups: one block pool cannot serve both")

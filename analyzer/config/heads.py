@@ -76,11 +76,12 @@ def base_geometry(settings: Settings) -> Geometry | None:
         listed = _list_of(settings, "q_heads")
         if not isinstance(listed, list) or not listed:
             return None
-        q_heads = Value(max(int(x) for x in listed), Evidence("key", (settings.where(settings.names("q_heads")[0]),), "largest"))
+        numbers = settings.whole_list(settings.find("q_heads"), "whole numbers")
+        q_heads = Value(max(numbers), Evidence("key", _keys(settings.find("q_heads")), "largest"))
     if factors := settings.info.facts.get("heads", {}).get("q_heads"):
-        numbers = [settings.integer(settings.get(k)) for k in factors]
-        if all(numbers):
-            product = math.prod(n.value for n in numbers if n)
+        found = [settings.integer(settings.get(k)) for k in factors]
+        if all(found):
+            product = math.prod(f.value for f in found if f)
             q_heads = Value(product, Evidence("class-fact", tuple(factors), "their product"))
     hidden = settings.integer(settings.find("hidden"))
     assumed: list[str] = []
@@ -88,13 +89,14 @@ def base_geometry(settings: Settings) -> Geometry | None:
     mla = mla_of(settings)
     naive = hidden.value // q_heads.value if hidden else None
     if mla:
-        head_dim = Value(mla.qk_head_dim, mla.evidence)
+        head_dim: Value[int] = Value(mla.qk_head_dim, mla.evidence)
         return Geometry(q_heads, kv_heads, head_dim, mla.v_head_dim, naive, mla, tuple(assumed))
     if q_heads.value % kv_heads.value:
         raise refused(
             "KV058",
             settings.shown,
-            f"{q_heads.value} query heads ({_key(q_heads)}) are not a multiple of {kv_heads.value} K/V heads ({_key(kv_heads)}).",
+            f"{q_heads.value} query heads ({_key(q_heads)}) are not a multiple of "
+            f"{kv_heads.value} K/V heads ({_key(kv_heads)}).",
             "Correct the head counts.",
         )
     head_dim = _head_dim(settings, hidden, q_heads)
@@ -104,6 +106,10 @@ def base_geometry(settings: Settings) -> Geometry | None:
 
 def _key(found: Value[Any]) -> str:
     return found.evidence.keys[0] if found.evidence.keys else "derived"
+
+
+def _keys(found: Value[Any] | None) -> tuple[str, ...]:
+    return found.evidence.keys if found else ()
 
 
 def _list_of(settings: Settings, concept: str) -> Any:
@@ -123,8 +129,8 @@ def _kv_heads(settings: Settings, q_heads: Value[int], assumed: list[str]) -> Va
         return groups
     listed = _list_of(settings, "kv_heads")
     if isinstance(listed, list) and listed:
-        numbers = settings.whole_list(settings.find("kv_heads"), "whole numbers")  # type: ignore[arg-type]
-        return Value(max(numbers), Evidence("key", (settings.where(settings.names("kv_heads")[0]),), "largest"))
+        numbers = settings.whole_list(settings.find("kv_heads"), "whole numbers")
+        return Value(max(numbers), Evidence("key", _keys(settings.find("kv_heads")), "largest"))
     found = settings.integer(settings.find("kv_heads"))
     multi = settings.flag("multi_query")
     new_style = settings.flag("new_decoder_architecture") or settings.info.facts.get("new_decoder")
@@ -208,8 +214,11 @@ def of_kind(base: Geometry, kind: str, settings: Settings) -> Geometry:
             "head_dim": ["swa_head_dim"],
             "v_head_dim": ["swa_v_head_dim"],
         }
-    picked = {name: _first(settings, sources, base, name) for name, sources in by_type.items()}
-    picked = {name: value for name, value in picked.items() if value is not None}
+    picked: dict[str, Value[int]] = {}
+    for name, sources in by_type.items():
+        value = _first(settings, sources, base)
+        if value is not None:
+            picked[name] = value
     if not picked:
         return out
     if base.mla:
@@ -229,12 +238,13 @@ def of_kind(base: Geometry, kind: str, settings: Settings) -> Geometry:
     return out
 
 
-def _first(settings: Settings, sources: list[Any], base: Geometry, name: str) -> Value[int] | None:
+def _first(settings: Settings, sources: list[Any], base: Geometry) -> Value[int] | None:
     for source in sources:
         if isinstance(source, int):
             return Value(source, Evidence("class-fact"))
         if source == "2x":
-            return Value(2 * base.kv_heads.value, Evidence("class-fact", base.kv_heads.evidence.keys, "twice the K/V heads"))
+            twice = Evidence("class-fact", base.kv_heads.evidence.keys, "twice the K/V heads")
+            return Value(2 * base.kv_heads.value, twice)
         found = settings.integer(settings.get(source))
         if found is not None:
             return found

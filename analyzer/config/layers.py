@@ -40,28 +40,29 @@ def layer_kinds(settings: Settings, declared: Value[int] | None, mtp: int) -> Ki
     if declared is None and (default := settings.info.facts.get("layers_default")):
         declared = Value(int(default), Evidence("class-fact", (), "the class's own list"))
     if declared is None:
-        raise refused(
-            "KV054", settings.shown, "No key gives the number of layers.", "Add the model's own layer count."
-        )
+        raise refused("KV054", settings.shown, "No key gives the number of layers.", "Add the model's own layer count.")
     count = declared.value
     facts = settings.info.facts
+    if made := _from_indices(settings, count):
+        return made
     if spec := facts.get("layers"):
         if "required" in spec:
             raise refused(
                 "KV054",
                 settings.shown,
-                f"{settings.where(spec['required'])} is missing, and {settings.info.class_name} has no default for it.",
+                f"{settings.where(spec['required'])} is missing, and its class has no default for it.",
                 "Add the model's own list.",
             )
-        if made := expand(spec, count, settings):
-            kinds = [facts.get("full_means", "full") if k == "full" and "full_means" in facts else k for k in made[0]]
-            return Kinds(kinds, made[1], explicit=False)
-    if made := _from_indices(settings, count):
-        return made
+        if expanded := expand(spec, count, settings):
+            kinds = [facts.get("full_means", k) if k == "full" else k for k in expanded[0]]
+            return Kinds(kinds, expanded[1], explicit=False)
     if not settings.info.has_class and (made := _from_keys(settings, count)):
         return made
     return Kinds(
-        ["full"] * count, Evidence("derived", declared.evidence.keys, "no per-layer rule"), False, rule_needs_window=True
+        ["full"] * count,
+        Evidence("derived", declared.evidence.keys, "no per-layer rule"),
+        False,
+        rule_needs_window=True,
     )
 
 
@@ -122,7 +123,7 @@ def _from_letters(settings: Settings) -> Kinds | None:
         return Kinds(kinds, Evidence("key", (where,), f"{key} ({said})"), explicit=True, rule_needs_window=cyclic)
     freq = "sparse_attention_config.sparse_attention_freq"
     if settings.has(freq):
-        values = settings.whole_list(Value(settings.raw(freq), Evidence("key", (settings.where(freq),))), "a list of 0 and 1")
+        values = settings.whole_list(settings.get(freq), "a list of 0 and 1")
         kinds = ["block_indexed" if x else "full" for x in values]
         return Kinds(kinds, Evidence("key", (settings.where(freq),), "1: selected blocks, 0: full"), explicit=True)
     return None
@@ -180,8 +181,8 @@ def _from_keys(settings: Settings, count: int) -> Kinds | None:
             made = expand(spec, count, settings)
             if made:
                 return Kinds(made[0], made[1], explicit=False)
-    for spec in generic:
-        made = expand(spec, count, settings)
+    for rule_spec in generic:
+        made = expand(rule_spec, count, settings)
         if made:
             return Kinds(made[0], made[1], explicit=False)
     if settings.has("max_window_layers") and settings.has("use_sliding_window"):

@@ -33,7 +33,8 @@ class _Bad(Exception):  # noqa: N818 (a signal between the JSON hooks and read_j
 def read_config(path: Path, shown: str | None = None) -> Mapping[str, Any]:
     """The object in `path`.
 
-    Raises InputError (KV040-KV049, exit 2) for what cannot be read, and Refusal (KV041, exit 3) for a link that leaves its folder.
+    Raises InputError (KV040-KV050, exit 2) for what cannot be read, and Refusal (KV041, exit 3) for a link that
+    leaves its folder.
     """
     shown = shown or path.name
     data = read_json(path, shown)
@@ -94,7 +95,8 @@ def _read_bytes(path: Path, shown: str) -> bytes:
         raise invalid("KV040", shown, "The file does not exist.", "Check the path.") from None
     except (OSError, ValueError) as exc:
         reason = getattr(exc, "strerror", None) or str(exc)
-        raise invalid("KV040", shown, f"The file cannot be read ({reason}).", "Check the path and its permissions.") from None
+        fact = f"The file cannot be read ({reason})."
+        raise invalid("KV040", shown, fact, "Check the path and its permissions.") from None
 
 
 def _check_link(path: Path, shown: str) -> None:

@@ -41,9 +41,7 @@ def locate(config: Mapping[str, Any], shown: str) -> Located:
         info = class_info(top.text[1]) if top.text else top
         if not flat and not (info.has_class and info.role != "other") and top.role != "other":
             raise _nothing(config, shown, model_type)
-        return Located(
-            Settings(config, "", info, shown), top, model_type, None, _multimodal(config, top), twins=()
-        )
+        return Located(Settings(config, "", info, shown), top, model_type, None, _multimodal(config, top), twins=())
     inner = _model_type(tree, shown, path)
     info = class_info(inner)
     expected = top.text[1] if top.text and path == top.text[0] else None

@@ -35,22 +35,30 @@ def blocking_notes(located: Located, base: Geometry | None, grounds: Grounds) ->
 
 
 def facts_notes(
-    config: Mapping[str, Any], located: Located, base: Geometry | None, window: Window, grounds: Grounds, made: ConfigFacts
+    config: Mapping[str, Any],
+    located: Located,
+    base: Geometry | None,
+    window: Window,
+    grounds: Grounds,
+    made: ConfigFacts,
 ) -> list[str]:
     """Notes on a finished result, and further things to watch."""
     settings = located.settings
     info = settings.info
     watch: list[str] = []
     if not info.known:
-        fact = f"model_type {located.text_model_type or located.model_type!r} is not known; the answer follows from the keys alone."
+        name = located.text_model_type or located.model_type
+        fact = f"model_type {name!r} is not known; the answer follows from the keys alone."
         grounds.add("KV118", fact, "Compare it with the modeling code.")
     if made.class_defaults_needed and info.class_name:
         names = ", ".join(made.class_defaults_needed[:8])
-        fact = f"The file lacks {names}; the values are the defaults of {info.class_name} ({defaults_source().split(':')[0]})."
+        source = defaults_source().split(":")[0]
+        fact = f"The file lacks {names}; the values are the defaults of {info.class_name} ({source})."
         grounds.add("KV117", fact, "Check them against the code that runs the model.")
     raw = made.sliding_window_raw.value
     if isinstance(raw, int) and raw > 0 and made.sliding_window.value is None and window.rule:
-        grounds.add("KV116", f"The window {raw} is inert: {window.rule}.", "Do not pass it to the operator.", made.sliding_window_raw.evidence)
+        fact = f"The window {raw} is inert: {window.rule}."
+        grounds.add("KV116", fact, "Do not pass it to the operator.", made.sliding_window_raw.evidence)
     if window.note:
         fact = f"Two readings of the window: {' or '.join(map(str, window.acceptable))}; {window.note}."
         grounds.add("KV119", fact, "Take the one of the modeling code.", made.sliding_window_raw.evidence)
@@ -59,9 +67,13 @@ def facts_notes(
         grounds.add("KV120", fact, "Never compute it from the hidden size.", made.head_dim.evidence)
     if made.quant.kv_cache_quant:
         fact = f"K/V are stored quantised ({made.quant.kv_cache_quant}); kvskill converts unquantised caches."
-        grounds.add("KV121", fact, "Use the quantisation skill for the cache, after the conversion.", made.quant.evidence)
+        grounds.add(
+            "KV121", fact, "Use the quantisation skill for the cache, after the conversion.", made.quant.evidence
+        )
     if made.mtp.count:
-        fact = f"{made.mtp.count} extra prediction layers ({made.mtp.key}) come on top of the {len(made.layers)} slots."
+        fact = (
+            f"Extra prediction layers ({made.mtp.key}: {made.mtp.count}) come on top of the {len(made.layers)} slots."
+        )
         grounds.add("KV123", fact, "Give them cache entries of their own where the target runs them.")
     if made.layers_declared.value is not None and made.layers_declared.value != len(made.layers):
         fact = f"The file declares {made.layers_declared.value} layers; there are {len(made.layers)} slots."

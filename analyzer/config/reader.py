@@ -144,8 +144,10 @@ class Settings:
         shown = shown if len(shown) <= 40 else shown[:37] + "..."
         return invalid("KV049", self.shown, f"{key} is {shown}, not {wanted}.", f"Give {wanted}.")
 
-    def whole_list(self, found: Value[Any], what: str) -> list[int]:
+    def whole_list(self, found: Value[Any] | None, what: str) -> list[int]:
         """A list of whole numbers."""
+        if found is None:
+            return []
         value = found.value
         if not isinstance(value, list) or any(isinstance(x, bool) or not isinstance(x, int) for x in value):
             raise self.wrong_type(found.evidence.keys[0], value, what)

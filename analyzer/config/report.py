@@ -71,8 +71,7 @@ def to_json(facts: ConfigFacts) -> dict[str, Any]:
         "mla": _mla(facts),
         "kv_elems_per_token": _elems(facts),
         "extra_caches": [
-            {k: v for k, v in (("name", e.name), ("head_dim", e.head_dim), ("layers", e.layers), ("note", e.note)) if v}
-            for e in facts.extra_caches
+            {k: v for k in ("name", "head_dim", "layers", "note") if (v := getattr(e, k))} for e in facts.extra_caches
         ]
         or None,
         "rope": _rope(facts),
@@ -215,7 +214,9 @@ def _evidence(facts: ConfigFacts) -> dict[str, Any]:
     if facts.mla:
         rows["mla"] = facts.mla.evidence
     return {
-        name: {"source": e.source, "keys": list(e.keys), "how": e.how} for name, e in rows.items() if e.source != "absent"
+        name: {"source": e.source, "keys": list(e.keys), "how": e.how}
+        for name, e in rows.items()
+        if e.source != "absent"
     }
 
 
@@ -224,12 +225,14 @@ def summary(facts: ConfigFacts) -> str:
     lines = [f"{facts.shown}: {facts.verdict.verdict} ({facts.verdict.scope})", f"  why      {facts.verdict.reason}"]
     nested = f", under {facts.text_path}" if facts.text_path else ""
     lines.append(f"  model    {facts.model_type} {facts.architecture or ''}{nested}".rstrip())
-    lines.append(f"  layers   {run_length(facts.layer_pattern)}  ({facts.kv_layers_total} own K/V; {facts.layer_rule.how})")
+    runs = run_length(facts.layer_pattern)
+    lines.append(f"  layers   {runs}  ({facts.kv_layers_total} own K/V; {facts.layer_rule.how})")
     for group in facts.groups:
         lines.append(f"  group    {_group_text(group)}")
     if facts.mla:
         m = facts.mla
-        lines.append(f"  latent   rank {m.kv_lora_rank}, rope {m.qk_rope_head_dim}, nope {m.qk_nope_head_dim}, v {m.v_head_dim}")
+        widths = f"rank {m.kv_lora_rank}, rope {m.qk_rope_head_dim}, nope {m.qk_nope_head_dim}, v {m.v_head_dim}"
+        lines.append(f"  latent   {widths}")
     elems = _elems(facts)
     lines.append(f"  cached   {elems['full']} full + {elems['sliding']} sliding elements per token")
     if facts.scale.value is not None:
@@ -246,11 +249,11 @@ def summary(facts: ConfigFacts) -> str:
 
 def _group_text(group: KvGroup) -> str:
     name = _GROUP_NAME[group.kind].split(" ")[0]
-    shape = (
-        f"latent width {group.cache_width}"
-        if group.cache_width is not None
-        else f"{group.kv_heads} K/V heads x {group.k_head_dim}" + (f"/{group.v_head_dim}" if group.v_head_dim != group.k_head_dim else "")
-    )
+    if group.cache_width is not None:
+        shape = f"latent width {group.cache_width}"
+    else:
+        other = f"/{group.v_head_dim}" if group.v_head_dim != group.k_head_dim else ""
+        shape = f"{group.kv_heads} K/V heads x {group.k_head_dim}{other}"
     window = f", window {group.window}" if group.window else f", span {group.span}" if group.span else ""
     shared = ", reads another layer's K/V" if group.shares_kv else ""
     return f"{group.layers} layers {name}: {group.q_heads} query heads, {shape}{window}{shared}"

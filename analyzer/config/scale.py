@@ -22,7 +22,8 @@ def scale_of(settings: Settings, base: Geometry | None) -> ScaleFacts:
         return ScaleFacts(None, None, Evidence("absent"))
     named = settings.info.facts.get("scale")
     if named == "one":
-        return ScaleFacts(1.0, "1.0 (the class does not divide by the root of the width)", Evidence("class-fact"))
+        how = "the class does not divide by the root of the width"
+        return ScaleFacts(1.0, f"1.0 ({how})", Evidence("class-fact", (), how))
     if base.mla:
         return _mla(settings, base)
     if found := _from_keys(settings, base):
@@ -31,8 +32,8 @@ def scale_of(settings: Settings, base: Geometry | None) -> ScaleFacts:
     if named == "inverse_head_dim":
         return ScaleFacts(1.0 / width, f"1/head_dim = 1/{width}", Evidence("class-fact", base.head_dim.evidence.keys))
     if named == "half_head_dim":
-        value = (width / 2) ** -0.5
-        return ScaleFacts(value, f"(head_dim/2)^-0.5 = {width // 2}^-0.5", Evidence("class-fact", base.head_dim.evidence.keys))
+        evidence = Evidence("class-fact", base.head_dim.evidence.keys)
+        return ScaleFacts((width / 2) ** -0.5, f"(head_dim/2)^-0.5 = {width // 2}^-0.5", evidence)
     return ScaleFacts(
         width**-0.5, f"head_dim^-0.5 = {width}^-0.5", Evidence("derived", base.head_dim.evidence.keys, "head_dim^-0.5")
     )
@@ -71,7 +72,8 @@ def _from_keys(settings: Settings, base: Geometry) -> ScaleFacts | None:
         formula = f"mup_attn_multiplier/head_dim = {mup.value}/{width} (muP: 1/d, not 1/sqrt(d))"
         return ScaleFacts(mup.value / width, formula, mup.evidence)
     if settings.flag("scale_attn_weights") is False:
-        return ScaleFacts(1.0, "1.0 (scale_attn_weights is false)", Evidence("key", (settings.where("scale_attn_weights"),)))
+        evidence = Evidence("key", (settings.where("scale_attn_weights"),))
+        return ScaleFacts(1.0, "1.0 (scale_attn_weights is false)", evidence)
     return None
 
 
@@ -80,7 +82,8 @@ def _mla(settings: Settings, base: Geometry) -> ScaleFacts:
     assert base.mla is not None
     width = base.mla.qk_head_dim
     if width == 0:
-        raise invalid("KV050", settings.shown, "The query width of the latent attention is 0.", "Give the model's own widths.")
+        fact = "The query width of the latent attention is 0."
+        raise invalid("KV050", settings.shown, fact, "Give the model's own widths.")
     formula = f"(qk_nope_head_dim+qk_rope_head_dim)^-0.5 = {width}^-0.5"
     params, source = rope_settings(settings)
     inner = next((v for v in params.values() if isinstance(v, dict)), None)
@@ -104,4 +107,6 @@ def _mla(settings: Settings, base: Geometry) -> ScaleFacts:
 
 def _not_a_scale(settings: Settings, key: str, value: float) -> Exception:
     shown = value if math.isfinite(value) else "not finite"
-    return invalid("KV050", settings.shown, f"{key} is {shown}; a scale must be positive.", "Give the model's own value.")
+    return invalid(
+        "KV050", settings.shown, f"{key} is {shown}; a scale must be positive.", "Give the model's own value."
+    )

@@ -63,7 +63,7 @@ def build_slots(
             kv_heads=1 if shape.mla else shape.kv_heads.value,
             k_head_dim=shape.head_dim.value,
             v_head_dim=shape.v_head_dim,
-            cache_width=shape.mla.cache_width if shape.mla else None,
+            cache_width=_latent_width(shape, settings, nope[index]),
             rope=not nope[index],
             has_state=word in ("hybrid", "hybrid_sliding"),
             k_eq_v=bool(settings.value("attention_k_eq_v")) and kind != "sliding",
@@ -71,6 +71,15 @@ def build_slots(
         out.append(_override(slot, settings))
     out = _share(out, window.kinds, settings)
     return tuple(replace(s, index=i) for i, s in enumerate(_repeated(out, settings)))
+
+
+def _latent_width(shape: Geometry, settings: Settings, nope: bool) -> int | None:
+    """Cached elements per token of latent attention; some classes cache no rope part in position-free layers."""
+    if shape.mla is None:
+        return None
+    if nope and settings.info.facts.get("nope_drops_rope"):
+        return shape.mla.kv_lora_rank
+    return shape.mla.cache_width
 
 
 def _repeated(slots: list[LayerFacts], settings: Settings) -> list[LayerFacts]:
@@ -232,7 +241,7 @@ def _last_layers_share(shared: Value[int], count: int, kinds: list[str], setting
             raise refused(
                 "KV059",
                 settings.shown,
-                f"{shared.evidence.keys[0]} is {shared.value} of {count} layers, so layer {index} has no layer to share with.",
+                f"{shared.evidence.keys[0]} is {shared.value} of {count} layers: layer {index} has no owner to read.",
                 "Correct the number.",
             )
         out[index] = owner

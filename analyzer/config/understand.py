@@ -71,7 +71,7 @@ def understand(
     extras = extra_caches(settings, slots, window.kinds, caches and _crosses(config, located))
     verdict = decide(slots, mla, grounds, scope, any("indexer" in e.name for e in extras))
     heads = base if base and (caches or encoder) else None
-    rule = window.rule or made.evidence.how
+    rule = assemble.rule_text(slots, made.evidence.how, window.rule, window.raw.value)
     facts = ConfigFacts(
         shown=shown,
         model_type=located.model_type,
@@ -125,7 +125,7 @@ def _must_be_language_model(config: Mapping[str, Any], located: Located) -> None
     if any(n.endswith(p) for n in names for p in rules()["lm_architectures"]):
         return
     if located.settings.find("vocab") is None and not any(k in config for k in rules()["concepts"]["vocab"]):
-        fact = "Nothing says that this is a language model: no known model_type, no vocabulary, no language model architecture."
+        fact = "No known model_type, vocabulary or architecture name says that this is a language model."
         raise refused("KV051", located.settings.shown, fact, "Give the config.json of a language model.")
 
 
@@ -176,5 +176,3 @@ def _head_dim(heads: Geometry | None, latent: bool) -> Value[int | None]:
     if latent:
         return Value(None, Evidence("derived", (), "latent attention: a head_dim key, if any, is not the cache width"))
     return Value(heads.head_dim.value, heads.head_dim.evidence)
-
-

@@ -98,7 +98,8 @@ def _reason(slots: tuple[LayerFacts, ...], mla: MlaFacts | None, indexed: bool) 
         parts.append("standard decoder, FullAttention in every attention layer")
     if any(s.kind == "chunked" for s in grows):
         parts.append(
-            "chunked layers can be cached as FullAttention but need a block-diagonal mask beyond the chunk; never SlidingWindow"
+            "chunked layers can be cached as FullAttention but need a block-diagonal mask beyond the chunk; "
+            "never SlidingWindow"
         )
     if indexed:
         parts.append("plus one entry for the indexer keys")

@@ -135,7 +135,10 @@ def _listed(settings: Settings, raw: Value[Any], made: Kinds) -> Window:
         raise settings.wrong_type(where, sizes, "whole numbers or null")
     if len(sizes) != len(made.kinds):
         raise refused(
-            "KV052", settings.shown, f"{where} has {len(sizes)} entries for {len(made.kinds)} layers.", "Give one per layer."
+            "KV052",
+            settings.shown,
+            f"{where} has {len(sizes)} entries for {len(made.kinds)} layers.",
+            "Give one per layer.",
         )
     windows = [x if x is not None and x > 0 else None for x in sizes]
     kinds = [
