@@ -160,9 +160,10 @@ def _up(rep: RepRun, normed: Tensor, raw: Tensor) -> tuple[str, ExtInstance] | N
         if dim is not None and rep.walk.equal_dims(dim, rank):
             options.append((name, module))
     below = [t for t in rep.walk.tensors if method_frame(t.frame, inst) is not None]
+    outs = {a.out for a in rep.attends}  # what follows the attention is the output projection, not the latent's
     for name, module in options:
         for t in below:
-            uses = t.op == "linear" and t.attrs.get("module") is module
+            uses = t.op == "linear" and t.attrs.get("module") is module and not outs & ancestors([t])
             weight = t.op == "parameter" and t.attrs.get("owner") is module and t.attrs.get("name") == "weight"
             if weight or (uses and (normed in ancestors([t]) or any(a.op == "cache" for a in ancestors([t])))):
                 return name, module
