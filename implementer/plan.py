@@ -16,6 +16,8 @@ from kvskill.implementer.framework.deadcode import settle_names, sweep, write_re
 from kvskill.implementer.framework.fields import migrate_fields
 from kvskill.implementer.framework.interface import add_cache_info, add_imports, register_groups
 from kvskill.implementer.framework.lasttoken import convert_last_token
+from kvskill.implementer.framework.mla import convert_mla, leftover_caches
+from kvskill.implementer.framework.mla_model import add_mla_interface
 from kvskill.implementer.framework.parallel import guard_parallel_branches
 from kvskill.implementer.framework.rotary import convert_rotary
 from kvskill.implementer.framework.rows import convert_row_counts
@@ -69,7 +71,11 @@ def build_plan(facts: ModelFacts, manifest: Manifest) -> Plan:
     touched = set(containers.functions) | {id(a.seam.func) for a in facts.attentions}
     touched |= {id(a.entry) for a in facts.attentions}
     guard_parallel_branches(ctx, touched)
-    add_cache_info(ctx)
+    if any(a.mla is not None for a in facts.attentions):
+        add_mla_interface(ctx)
+        leftover_caches(ctx)
+    else:
+        add_cache_info(ctx)
     register_groups(ctx)
     migrate_fields(ctx)
     add_imports(ctx)
@@ -94,4 +100,5 @@ def _convert_one(ctx: Context, attention) -> None:  # type: ignore[no-untyped-de
             "Take `forward_metadata` in the model's forward and pass it on.",
         )
         return
-    convert_attention(ctx, attention, meta)
+    convert = convert_mla if attention.mla is not None else convert_attention
+    convert(ctx, attention, meta)

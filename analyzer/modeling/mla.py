@@ -111,9 +111,7 @@ def _check(reps: list[RepRun], file: SourceFile, node: ast.AST) -> None:
             raise _fail(file, node, "KV272", f"{name} is latent attention with {what}.", "Keep the Legacy cache.")
 
 
-def _seam(
-    mine: list[Instance], found: list[tuple[RepRun, Parts]], mark: Fingerprint
-) -> tuple[Seam, MlaFacts]:
+def _seam(mine: list[Instance], found: list[tuple[RepRun, Parts]], mark: Fingerprint) -> tuple[Seam, MlaFacts]:
     reps = [rep for rep, _ in found]
     prefill, parts = next((r, p) for r, p in found if r.run.phase == "prefill")
     inst, cls = prefill.inst, prefill.inst.cls
@@ -292,5 +290,3 @@ def _own_init_cache(rep: RepRun, mine: list[Instance]) -> tuple[ast.FunctionDef,
                 "Set it in __init__ or in forward first.",
             )
     return func, owner.file
-
-

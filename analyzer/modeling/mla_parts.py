@@ -63,7 +63,7 @@ def fingerprint(rep: RepRun) -> Fingerprint | None:
             continue
         down_out = root_of(cut[0])
         down = _attr(inst, down_out.attrs.get("module")) if down_out is not None and down_out.op == "linear" else None
-        if down is None or down_out is None or down_out.parents and not _stream(down_out.parents[0]):
+        if down is None or down_out is None or not (down_out.parents and _stream(down_out.parents[0])):
             continue
         rope_in = _next_part(walk, raw, cut)
         up = _up(rep, given, raw)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvskill.analyzer.modeling.mla_parts import Fingerprint, Parts
 from kvskill.analyzer.modeling.seam import RepRun
@@ -107,7 +108,7 @@ def _rotary(out: Tensor, source: Tensor | None) -> tuple[Tensor, Tensor] | None:
     if root is None:
         return None
     if root.op == "npu:npu_interleave_rope":
-        given = [p for p in tensor_parents(root)]
+        given = tensor_parents(root)
         return (given[1], given[2]) if len(given) == 3 else None
     if root.op != "add":
         return None
@@ -164,12 +165,12 @@ def _half(t: Tensor | None, x: Tensor) -> int | None:
 
 
 def _regrouped(x: Tensor, source: Tensor | None) -> bool:
-    """Is x its root with interleaved pairs regrouped into halves: [.., d] -> [.., d/2, 2] -> [.., 2, d/2] -> [.., d]?"""
+    """Is x its root with interleaved pairs regrouped into halves: [.., d/2, 2] turned to [.., 2, d/2]?"""
     steps = [t for t in chain(x) if t.shape]
     if source is not None and root_of(x) is not root_of(source):
         return False
     turns = 0
-    for later, earlier in zip(steps, steps[1:], strict=False):
+    for later, earlier in pairwise(steps):
         assert later.shape is not None and earlier.shape is not None
         if len(later.shape) >= 2 and len(earlier.shape) >= 2:
             a, b = earlier.shape[-2:], later.shape[-2:]
