@@ -16,7 +16,7 @@ from typing import Any
 __all__ = ["Groups", "UnregisteredGroup"]
 
 
-class UnregisteredGroup(KeyError):
+class UnregisteredGroup(KeyError):  # noqa: N818
     """A communication group is asked for that nobody registered."""
 
     def __str__(self) -> str:

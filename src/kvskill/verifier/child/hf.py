@@ -44,6 +44,10 @@ def run_hf(job: dict[str, Any], result: dict[str, Any]) -> None:
 
     model = model.float().eval()
     fill(model, int(job["seed"]))
+    if job["dtype"] == "bf16":  # the weights that the target holds; HF still computes in float32
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.to(torch.bfloat16))
     model.tie_weights()
     result["phase"] = "checkpoint"
     _save(model, Path(job["ckpt"]), text)  # the text: HF changes nested values in place

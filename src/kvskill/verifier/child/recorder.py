@@ -35,7 +35,7 @@ class Recorder:
         self.problems: list[dict[str, Any]] = []
         self.forwards = 0
         self.first_decode: dict[int, int] = {}
-        self.dead_rows = 0
+        self.draft_step = 0
         self.on_forward: Callable[[], None] | None = None
         engine = target.engine
         forward = engine.forward_batch
@@ -68,6 +68,7 @@ class Recorder:
             with self.tap.calls(self.keep_hidden and not draft) as calls:
                 output, seconds = inference(model_inputs, is_prefill, *args, **kwargs)
             metadata = model_inputs["forward_metadata"]
+            self.draft_step = self.draft_step + 1 if draft else 0
             if not draft:
                 self.forwards += 1
                 self._observe(metadata, calls)
@@ -111,7 +112,8 @@ class Recorder:
         for row, request in enumerate(self.rows):
             for column, position in enumerate(positions[row][: taken.shape[1]]):
                 at = column if not is_prefill else -1
-                if inputs_ok[row][column]:
+                # later draft steps build on the draft's own hidden states, which no other run repeats
+                if inputs_ok[row][column] and self.draft_step <= 1:
                     self._store(request, position, taken[row, column], draft)
                 forced[row, at, self._next(request, position, draft)] = 1.0
         if not draft and self.keep_hidden:
