@@ -182,16 +182,16 @@ def parts_of(rep: RepRun, mark: Fingerprint) -> Parts | str:
     latent = [
         t
         for t in written
-        if mark.normed in ancestors([t]) and _last(t) == rank and not _went_up(t, mark) and t not in k_rope
+        if mark.normed in ancestors([t]) and _same(walk, t, rank) and not _went_up(t, mark) and t not in k_rope
     ]
-    if len(set(k_rope)) != 1:
+    if len({root_of(t) for t in k_rope}) != 1 or not _same(walk, k_rope[0], rope):
         return "the shared rope part is not written to the cache"
     if not latent:
-        entering = [root_of(t.parents[0]) for t in walk.tensors if t.attrs.get("module") is mark.up_module]
-        latent = [t for t in entering if t is not None and mark.normed in ancestors([t])]
-    if len(set(latent)) != 1:
+        entering = [t.parents[0] for t in walk.tensors if t.attrs.get("module") is mark.up_module]
+        latent = [t for t in entering if isinstance(t, Tensor) and mark.normed in ancestors([t])]
+    if len({root_of(t) for t in latent}) != 1:
         return "the latent neither goes to the cache nor through one up projection"
-    query = _query(attend, mark, rank, rope)
+    query = _query(walk, attend, mark, rope)
     if isinstance(query, str):
         return query
     q_nope, q_rope = query
@@ -216,9 +216,7 @@ def _pieces(value: Tensor) -> list[Tensor]:
     root = root_of(value)
     if root is None:
         return []
-    if root.op in ("cat", "concat"):
-        return [r for p in tensor_parents(root) if (r := root_of(p)) is not None]
-    return [root]
+    return tensor_parents(root) if root.op in ("cat", "concat") else [value]
 
 
 def _went_up(t: Tensor, mark: Fingerprint) -> bool:
@@ -227,43 +225,39 @@ def _went_up(t: Tensor, mark: Fingerprint) -> bool:
     )
 
 
-def _query(attend: Attend, mark: Fingerprint, rank: Dim, rope: Dim) -> tuple[Tensor, Tensor] | str:
+def _same(walk: Walk, t: Tensor, size: Dim) -> bool:
+    last = _last(t)
+    return last is not None and walk.equal_dims(last, size)
+
+
+def _query(walk: Walk, attend: Attend, mark: Fingerprint, rope: Dim) -> tuple[Tensor, Tensor] | str:
     """The query's two parts as they enter the scores: q_nope before absorption, q_rope after rotary."""
     root = root_of(attend.q)
-    if root is not None and root.op in ("cat", "concat"):
-        pair = [r for p in tensor_parents(root) if (r := root_of(p)) is not None]
-    else:
-        pair = _absorbed_query(attend, root)
+    joined = root is not None and root.op in ("cat", "concat")
+    pair = tensor_parents(root) if root is not None and joined else _absorbed_query(attend, root)
     if len(pair) != 2:
         return "the query is not put together from a plain and a rope part"
-    plain = [t for t in pair if not (t.shape and t.shape[-1] == rope and t is pair[1])]
-    if len(plain) != 1 or _last(pair[1]) != rope:
+    if not _same(walk, pair[1], rope):
         return "the query's rope part does not have the size of the key's"
-    first = pair[0]
-    if first.op in _PRODUCTS:  # absorbed already: what goes into the product with the up projection
+    first = root_of(pair[0])
+    if first is not None and first.op in _PRODUCTS:  # absorbed already: what goes into the product with `up`
         data = [p for p in tensor_parents(first) if p.stream]
         if not _went_up(first, mark) or len(data) != 1:
             return "the query's plain part is a product that is not understood"
-        inner = root_of(data[0])
-        if inner is None:
-            return "the query's plain part is not understood"
-        return inner, pair[1]
-    return first, pair[1]
+        return data[0], pair[1]
+    return pair[0], pair[1]
 
 
 def _absorbed_query(attend: Attend, root: Tensor | None) -> list[Tensor]:
     """(plain, rope) of a score made of two products, or of a fused call with query_rope."""
     if attend.call is not None:
         rope = attend.call.kwargs.get("query_rope")
-        other = root_of(rope) if isinstance(rope, Tensor) else None
-        return [root, other] if root is not None and other is not None else []
+        return [root, rope] if root is not None and isinstance(rope, Tensor) else []
     total = _sum_of_products(attend)
     if total is None:
         return []
-    roots = [root_of(operands[0]) for p in total if (operands := tensor_parents(p))]
-    found = [r for r in roots if r is not None]
-    found.sort(key=lambda r: 0 if r.op in _PRODUCTS else 1)
-    return found
+    found = [operands[0] for p in total if (operands := tensor_parents(p))]
+    return sorted(found, key=lambda t: 0 if (r := root_of(t)) is not None and r.op in _PRODUCTS else 1)
 
 
 def _sum_of_products(attend: Attend) -> list[Tensor] | None:

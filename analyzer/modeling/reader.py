@@ -36,7 +36,7 @@ def read_program(
     if top is None:
         raise InputError(
             Diagnostic(
-                "KV020",
+                "KV018",
                 Severity.ERROR,
                 "No class with a forward and a language-model head was found in the model folder.",
                 "Pass the folder that holds modeling_*.py.",

@@ -118,6 +118,7 @@ def run_model(
     walk.problems.clear()
     walk.attr_writes.clear()
     walk.collapse_layers = True
+    walk.naming = False
     inputs, meta = _inputs(walk, phase, form, drafts)
     for name in _META_NAMES:
         walk.hooks[name] = lambda *_: meta

@@ -244,7 +244,7 @@ def _score_path(walk: Walk, scores: Tensor | None, out: Attend) -> Tensor | None
             a, b = t.parents[0], t.parents[1] if len(t.parents) > 1 else Const(1)
             main, other = (a, b) if _holds_scores(a) else (b, a)
             if isinstance(other, Tensor):
-                if other.op == "parameter" or other.stream:
+                if other.stream or any(a.op == "parameter" for a in ancestors([other])):
                     out.bad.append(Bad("KV141", "a factor on the scores that is not a constant", t.node, t))
                 else:
                     out.scale.append((t.op, other, None))

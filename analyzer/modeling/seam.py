@@ -110,6 +110,11 @@ def find_seam(reps: list[RepRun]) -> Seam:
     cls_node = first.inst.cls.node
     for rep in reps:
         _check_parts(rep, file, cls_node)
+    kept = {_kv_writes(rep)[0].cache.attrs.get("name") for rep in reps}
+    if len(kept) != 1:
+        write = _kv_writes(reps[0])[0]
+        fact = "Prefill and decode take the keys from different caches."
+        raise _fail(write.frame.file, write.node, "KV153", fact, "Write and read keys and values by one cache each.")
     prefill = next(r for r in reps if r.run.phase == "prefill")
     doubt: SeamError | None = None
     for frame in _common_frames(reps, file):

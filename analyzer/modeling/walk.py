@@ -135,6 +135,7 @@ class Walk:
     frame: Frame = field(init=False)
     steps: int = 0
     collapse_layers: bool = False
+    naming: bool = True  # submodules get their paths while the model is built, not by helpers that hold them later
     hooks: dict[str, Callable[[Walk, ast.Call, list[Value], dict[str, Value]], Value]] = field(default_factory=dict)
 
     # -- entry ---------------------------------------------------------------------------------------------
@@ -528,7 +529,7 @@ class Walk:
                 obj.attrs[target.attr] = value
                 if frame.stmt is not None:
                     obj.attr_nodes[target.attr] = frame.stmt
-                if isinstance(value, (Instance, ExtInstance, ModuleSeq)):
+                if isinstance(value, (Instance, ExtInstance, ModuleSeq)) and self.naming:
                     py.name_children(value, f"{obj.path}.{target.attr}" if obj.path else target.attr)
                 if not self._in_init(obj):
                     self.attr_writes.append(AttrWrite(target, frame, obj, target.attr, value))
