@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from kvskill.analyzer.modeling.dims import Dim
 from kvskill.analyzer.modeling.facts import Binding, Seam
-from kvskill.analyzer.modeling.mla_parts import Fingerprint, Parts, fingerprint, parts_of
+from kvskill.analyzer.modeling.mla_parts import Fingerprint, Parts, fingerprint, parts_of, sum_of_products
 from kvskill.analyzer.modeling.mla_rope import FusedWrite, fused_write
 from kvskill.analyzer.modeling.run import submodules
 from kvskill.analyzer.modeling.seam import (
@@ -31,12 +31,13 @@ from kvskill.analyzer.modeling.seam import (
     _top,
     attr_for,
 )
-from kvskill.analyzer.modeling.trace import chain
+from kvskill.analyzer.modeling.trace import ancestors, chain
 from kvskill.analyzer.modeling.values import Frame, Instance, Tensor
 from kvskill.source import SourceFile
 
 __all__ = ["MlaFacts", "find_mla"]
 
+_ROPE_ARGUMENTS = tuple(f"the argument `{n}` of the fused operator" for n in ("query_rope", "key_rope"))
 _BY_HAND = "Convert this class by hand (`kvskill template show framework/mla_attend`)."
 
 
@@ -100,9 +101,13 @@ def _check(reps: list[RepRun], file: SourceFile, node: ast.AST) -> None:
             fact = f"{name} computes latent attention {len(rep.attends)} times in {phase}; once is expected."
             raise _fail(file, node, "KV271", fact, _BY_HAND)
         attend = rep.attends[0]
+        products = sum_of_products(attend)
+        halves = ancestors(products) if products is not None else set()
         for bad in attend.bad:
-            if bad.where is not None and bad.where.stream and bad.code in ("KV142", "KV143", "KV145"):
-                continue  # the second half of a score made of two products
+            if bad.where in halves and bad.code in ("KV142", "KV145"):
+                continue  # no mask: the second half of a score that is the sum of two products
+            if bad.code == "KV143" and bad.what in _ROPE_ARGUMENTS:
+                continue
             where = bad.where.frame.file if bad.where is not None and bad.where.frame is not None else file
             fact = f"The fused attention operator cannot express {bad.what}."
             raise _fail(where, bad.node, bad.code, fact, "Keep the Legacy cache for this model, or remove it.")

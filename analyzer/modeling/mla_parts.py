@@ -13,7 +13,7 @@ from kvskill.analyzer.modeling.trace import ancestors, method_frame, root_of, te
 from kvskill.analyzer.modeling.values import Const, ExtInstance, Frame, Instance, Tensor, Value
 from kvskill.analyzer.modeling.walk import Walk
 
-__all__ = ["Fingerprint", "Parts", "fingerprint", "parts_of", "slice_of"]
+__all__ = ["Fingerprint", "Parts", "fingerprint", "parts_of", "slice_of", "sum_of_products"]
 
 _PRODUCTS = ("matmul", "einsum")
 
@@ -253,19 +253,20 @@ def _absorbed_query(attend: Attend, root: Tensor | None) -> list[Tensor]:
     if attend.call is not None:
         rope = attend.call.kwargs.get("query_rope")
         return [root, rope] if root is not None and isinstance(rope, Tensor) else []
-    total = _sum_of_products(attend)
+    total = sum_of_products(attend)
     if total is None:
         return []
     found = [operands[0] for p in total if (operands := tensor_parents(p))]
     return sorted(found, key=lambda t: 0 if (r := root_of(t)) is not None and r.op in _PRODUCTS else 1)
 
 
-def _sum_of_products(attend: Attend) -> list[Tensor] | None:
+def sum_of_products(attend: Attend) -> list[Tensor] | None:
     """The two products whose sum are the scores."""
     for t in ancestors([attend.out]):
         if t.op == "add" and len(tensor_parents(t)) == 2:
             pair = [root_of(p) for p in tensor_parents(t)]
-            if all(p is not None and p.op in _PRODUCTS and p.stream for p in pair):
+            mine = any(p is not None and attend.q in tensor_parents(p) for p in pair)
+            if mine and all(p is not None and p.op in _PRODUCTS and p.stream for p in pair):
                 return [p for p in pair if p is not None]
     return None
 

@@ -12,11 +12,12 @@ import ast
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kvskill.analyzer.modeling.mla_parts import Fingerprint, Parts
+from kvskill.analyzer.modeling.mla_parts import Fingerprint, Parts, slice_of
 from kvskill.analyzer.modeling.seam import RepRun
 from kvskill.analyzer.modeling.shapes import LAYOUT
 from kvskill.analyzer.modeling.trace import ancestors, chain, root_of, tensor_parents
-from kvskill.analyzer.modeling.values import Const, Frame, Instance, Scalar, Tensor, Value
+from kvskill.analyzer.modeling.values import Const, External, Frame, Instance, Scalar, Tensor, Value
+from kvskill.analyzer.modeling.walk import Walk
 
 __all__ = ["FusedWrite", "fused_write"]
 
@@ -60,12 +61,11 @@ def fused_write(
         tables.append(tuple(root_of(t) for t in mine))
     if tables[0] != tables[1]:
         return None, "query and key are rotated by different tables"
-    if not all(t is not None and _both_halves(t) for t in tables[0]):
-        return None, "its cos and sin tables do not repeat one half"
     env = frame.env_before.get(id(anchor), {})
-    names = [_name(env, t) for t in tables[0]]
+    torch = next((n for n, v in walk.modules[frame.file.shown].items() if v == External("torch")), "torch")
+    names = [_table(walk, env, t, torch) for t in tables[0]]
     if names[0] is None or names[1] is None:
-        return None, "its cos and sin tables have no names beside the cache write"
+        return None, "its cos and sin tables have no names beside the cache write, or not the form the operator takes"
     raw = _raw(frame, func, mark, anchor)
     if raw is None:
         return None, f"the output of `{mark.down}` has no name of its own"
@@ -110,6 +110,8 @@ def _rotary(out: Tensor, source: Tensor | None) -> tuple[Tensor, Tensor] | None:
     if root.op == "npu:npu_interleave_rope":
         given = tensor_parents(root)
         return (given[1], given[2]) if len(given) == 3 else None
+    if root.op in ("cat", "concat"):
+        return _even_odd(root, source)
     if root.op != "add":
         return None
     left, right = (root_of(p) for p in tensor_parents(root)) if len(tensor_parents(root)) == 2 else (None, None)
@@ -123,6 +125,41 @@ def _rotary(out: Tensor, source: Tensor | None) -> tuple[Tensor, Tensor] | None:
         if _half_turn(root_of(y), x) and _regrouped(x, source):
             return cos, sin
     return None
+
+
+def _even_odd(root: Tensor, source: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """(cos, sin) of cat(even * cos - odd * sin, odd * cos + even * sin); the tables have one angle per pair."""
+    pair = tensor_parents(root)
+    if len(pair) != 2 or pair[0].op != "sub" or pair[1].op != "add":
+        return None
+    found: list[tuple[int, Tensor]] = []
+    data: set[Tensor | None] = set()
+    for half in pair:
+        for product in tensor_parents(half):
+            split = _data(product) if product.op == "mul" else None
+            which = _parity(split[0]) if split is not None else None
+            if split is None or which is None:
+                return None
+            found.append((which[1], split[1]))
+            data.add(which[0])
+    if len(found) != 4 or len(data) != 1 or (source is not None and data != {root_of(source)}):
+        return None
+    (a, cos), (b, sin), *second = found
+    same = [(which, root_of(table)) for which, table in second]
+    if (a, b) != (0, 1) or sorted(same, key=lambda x: x[0]) != [(0, root_of(sin)), (1, root_of(cos))]:
+        return None
+    return cos, sin
+
+
+def _parity(t: Tensor) -> tuple[Tensor | None, int] | None:
+    """(root, 0) of `x[..., 0::2]`, (root, 1) of `x[..., 1::2]`."""
+    parts = t.attrs.get("parts")
+    if t.op != "getitem" or not parts or not isinstance(parts[-1], slice) or parts[-1].step != Const(2):
+        return None
+    start = parts[-1].start
+    which = 0 if start is None else (start.value if isinstance(start, Const) else None)
+    source = t.parents[0] if t.parents else None
+    return (root_of(source), which) if which in (0, 1) and isinstance(source, Tensor) else None
 
 
 def _data(product: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -190,11 +227,24 @@ def _both_halves(table: Tensor) -> bool:
     return False
 
 
-def _name(env: dict[str, Value], table: Tensor | None) -> str | None:
-    return next(
-        (n for n, v in env.items() if isinstance(v, Tensor) and table is not None and root_of(v) is root_of(table)),
-        None,
-    )
+def _table(walk: Walk, env: dict[str, Value], table: Tensor | None, torch: str) -> str | None:
+    """An expression for the table in the operator's form: one half, repeated."""
+    if table is None:
+        return None
+    for whole in (table, slice_of(table)):
+        wanted = whole[0] if isinstance(whole, tuple) else whole
+        if wanted is None or (isinstance(whole, tuple) and whole[1] != 0):
+            continue
+        root = root_of(wanted)
+        for name, value in env.items():
+            if not isinstance(value, Tensor) or not value.shape or root_of(value) is not root:
+                continue
+            width = walk.concrete_dim(value.shape[-1])
+            if width == _ROPE and _both_halves(value):
+                return name
+            if width == _ROPE // 2 and whole is table:
+                return f"{torch}.cat(({name}, {name}), dim=-1)"
+    return None
 
 
 def _raw(frame: Frame, func: ast.FunctionDef, mark: Fingerprint, anchor: ast.stmt) -> tuple[str, ast.stmt] | None:

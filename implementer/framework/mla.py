@@ -13,7 +13,15 @@ from kvskill.analyzer.selection.limits import limits_for
 from kvskill.implementer.framework.attention import _graph_test, adapt_block, from_tnd, init_expr, to_tnd
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.render import render
-from kvskill.implementer.textops import insert_after, insert_before, line_bounds, statements, whole_removal
+from kvskill.implementer.textops import (
+    insert_after,
+    insert_before,
+    line_bounds,
+    names_read,
+    replace_statement,
+    statements,
+    whole_removal,
+)
 
 __all__ = ["convert_mla", "leftover_caches"]
 
@@ -164,7 +172,9 @@ def _replace(ctx: Context, facts: AttentionFacts, mla: MlaFacts, fused: FusedWri
     line = seam.anchor.lineno
     ctx.bound_at.setdefault(id(func), []).append((line, {seam.out.name, *seam.extra_targets[:1]}))
     read = {mla.q_nope.name, mla.q_rope.name}
-    read |= {raw, fused.cos, fused.sin} if fused is not None else {mla.latent.name, mla.k_rope.name}
+    read |= (
+        {raw, *names_in(fused.cos), *names_in(fused.sin)} if fused is not None else {mla.latent.name, mla.k_rope.name}
+    )
     ctx.use_at(func, line, read)
     ctx.use(func, {meta.split("[")[0].split(".")[0], me})
     by_func: dict[int, tuple[Func, set[ast.stmt]]] = {}
@@ -172,6 +182,11 @@ def _replace(ctx: Context, facts: AttentionFacts, mla: MlaFacts, fused: FusedWri
         by_func.setdefault(id(owner.node), (owner, set()))[1].add(stmt)
     for owner, stmts in by_func.values():
         ctx.mark_removed(owner, stmts)
+
+
+def names_in(expr: str) -> set[str]:
+    """Names that an expression reads."""
+    return names_read([ast.parse(expr, mode="eval")])
 
 
 def _rows(binding: Binding, dim: str) -> str:
@@ -242,7 +257,13 @@ def _declare(ctx: Context, facts: AttentionFacts, mla: MlaFacts) -> None:
     if facts.caches.unit is not None:
         gone.add(facts.caches.unit)
     text = "\n".join(lines) + "\n" + entries
-    insert_after(edits, init.body[-1], text, "latent cache entries", unit)
+    last = init.body[-1]
+    if last in gone:  # its place is taken, so that no removal reaches over the new text
+        replace_statement(edits, last, text, "latent cache entries", unit)
+        ctx.rewritten.setdefault(id(init), set()).add(last)
+        gone.discard(last)
+    else:
+        insert_after(edits, last, text, "latent cache entries", unit)
     insert_after(edits, init, "\n" + method, "absorbed weights", unit)
     if gone:
         ctx.mark_removed(Func(init, owner.file, owner), gone)
@@ -298,6 +319,8 @@ def leftover_caches(ctx: Context) -> None:
         assert isinstance(func.node, ast.FunctionDef)
         for stmt in whole_removal(func.node.body, ctx.removed.get(key, set())):
             gone.update(id(n) for n in ast.walk(stmt))
+    for stmts in ctx.rewritten.values():
+        gone.update(id(n) for stmt in stmts for n in ast.walk(stmt))
     for facts in names.values():
         if facts.mla is not None and facts.mla.init_cache is not None:
             gone.update(id(n) for n in ast.walk(facts.mla.init_cache[0]))

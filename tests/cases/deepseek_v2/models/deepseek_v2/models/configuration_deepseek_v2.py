@@ -1,0 +1,33 @@
+from transformers import PretrainedConfig
+
+
+class DeepseekV2Config(PretrainedConfig):
+    model_type = "deepseek_v2"
+
+    def __init__(self, vocab_size=102400, hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408,
+                 num_hidden_layers=27, num_attention_heads=16, num_key_value_heads=16, n_shared_experts=2,
+                 n_routed_experts=64, routed_scaling_factor=1.0, kv_lora_rank=512, q_lora_rank=None,
+                 qk_rope_head_dim=64, v_head_dim=128, qk_nope_head_dim=128, num_experts_per_tok=6,
+                 first_k_dense_replace=1, max_position_embeddings=163840, rms_norm_eps=1e-6, rope_theta=10000.0,
+                 tie_word_embeddings=False, **kwargs):
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.moe_intermediate_size = moe_intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.n_shared_experts = n_shared_experts
+        self.n_routed_experts = n_routed_experts
+        self.routed_scaling_factor = routed_scaling_factor
+        self.kv_lora_rank = kv_lora_rank
+        self.q_lora_rank = q_lora_rank
+        self.qk_rope_head_dim = qk_rope_head_dim
+        self.v_head_dim = v_head_dim
+        self.qk_nope_head_dim = qk_nope_head_dim
+        self.num_experts_per_tok = num_experts_per_tok
+        self.first_k_dense_replace = first_k_dense_replace
+        self.max_position_embeddings = max_position_embeddings
+        self.rms_norm_eps = rms_norm_eps
+        self.rotary_base = (kwargs.pop("rope_parameters", None) or {}).get("rope_theta", rope_theta)
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
