@@ -148,7 +148,7 @@ def _role(model_type: str, heads: dict[str, set[str]], defaults: dict[str, Any])
     return "other"
 
 
-def _entry(cls: type, roles: dict[str, set[str]]) -> dict[str, Any] | None:
+def _entry(cls: type, asked: str, roles: dict[str, set[str]]) -> dict[str, Any] | None:
     config = cls()
     own = {f.name: f for f in dataclasses.fields(cls)}
     defaults: dict[str, Any] = {}
@@ -181,6 +181,8 @@ def _entry(cls: type, roles: dict[str, set[str]]) -> dict[str, Any] | None:
         return None
     model_type = cls.model_type
     entry: dict[str, Any] = {"class": cls.__name__}
+    if asked != model_type:
+        entry["of"] = model_type
     if path is not None:
         entry["text"] = list(path)
     alias = {k: v for k, v in cls.attribute_map.items() if k in KEYS or v in KEYS}
@@ -212,7 +214,9 @@ def derive() -> dict[str, Any]:
         try:
             cls = CONFIG_MAPPING[model_type]
             # a name may point at another name's class (exaone -> llama): the name's own heads count
-            entry = _entry(cls, {k: {cls.model_type} if model_type in v else set() for k, v in roles.items()})
+            entry = _entry(
+                cls, model_type, {k: {cls.model_type} if model_type in v else set() for k, v in roles.items()}
+            )
         except Exception as exc:  # a class that cannot be built with its own defaults says nothing
             failed[model_type] = f"{type(exc).__name__}"
             continue

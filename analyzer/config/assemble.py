@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ __all__ = [
     "attention_kind",
     "groups_of",
     "k_eq_v_of",
+    "model_heads",
     "nope_flags",
     "rule_text",
     "sharing_of",
@@ -57,9 +59,17 @@ def attention_kind(
         return "none"
     if mla:
         return "MLA"
-    if base.kv_heads.value == base.q_heads.value:
+    q_heads, kv_heads = model_heads(slots, base)
+    if kv_heads == q_heads:
         return "MHA"
-    return "MQA" if base.kv_heads.value == 1 else "GQA"
+    return "MQA" if kv_heads == 1 else "GQA"
+
+
+def model_heads(slots: tuple[LayerFacts, ...], base: Geometry) -> tuple[int, int]:
+    """The model-wide heads, or the most frequent ones where no slot has them (heads given layer by layer)."""
+    pairs = Counter((s.q_heads or 0, s.kv_heads or 0) for s in slots if s.grows)
+    wide = (base.q_heads.value, base.kv_heads.value)
+    return wide if wide in pairs or not pairs else pairs.most_common(1)[0][0]
 
 
 def groups_of(slots: tuple[LayerFacts, ...]) -> tuple[KvGroup, ...]:

@@ -34,7 +34,12 @@ def mtp_of(settings: Settings, located: Located, config: Any) -> MtpFacts:
 
 
 def moe_of(settings: Settings) -> MoeFacts:
-    """Mixture of experts, by the first key with more than one expert."""
+    """Mixture of experts, by the first key with more than one expert; a layer list without any decides against."""
+    pattern, words = settings.value("hybrid_override_pattern"), settings.value("layers_block_type", "layer_types")
+    if isinstance(pattern, str) and "E" not in pattern:
+        return MoeFacts(False)
+    if isinstance(words, list) and settings.info.facts.get("layers_from_pattern") and "moe" not in words:
+        return MoeFacts(False)
     for given in (True, False):
         for key in rules()["expert_keys"]:
             found = settings.first_given([key]) if given else settings.get(key)

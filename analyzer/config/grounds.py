@@ -44,7 +44,9 @@ def score_grounds(
 ) -> None:
     """Whatever stands between the product and the softmax besides scale, causal mask and window."""
     if softcap.value is not None:
-        fact = f"Scores are soft-capped at {softcap.value:g} ({_at(softcap.evidence)}); the operator has no softcap input."
+        fact = (
+            f"Scores are soft-capped at {softcap.value:g} ({_at(softcap.evidence)}); the operator has no softcap input."
+        )
         grounds.add("KV100", fact, _KEEP, softcap.evidence, blocks=True)
     if alibi.value:
         fact = (

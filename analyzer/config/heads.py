@@ -10,6 +10,7 @@ from typing import Any
 from kvskill.analyzer.config.facts import Evidence, MlaFacts, Value
 from kvskill.analyzer.config.problems import refused
 from kvskill.analyzer.config.reader import Settings
+from kvskill.analyzer.config.rules import rules
 
 __all__ = ["Geometry", "base_geometry", "mla_of", "of_kind"]
 
@@ -122,11 +123,15 @@ def _kv_heads(settings: Settings, q_heads: Value[int], assumed: list[str]) -> Va
     same = Value(q_heads.value, Evidence("derived", q_heads.evidence.keys, "no K/V head key: equals the query heads"))
     if (grouped := settings.flag("multi_query_attention")) is not None:
         groups = settings.integer(settings.get("multi_query_group_num"))
-        if not grouped:
-            return same
-        if groups is None:
+        if grouped and groups is not None:
+            return groups
+        if grouped:
             return Value(1, Evidence("key", (settings.where("multi_query_attention"),), "one K/V head"))
-        return groups
+    word = settings.value("attn_config.attn_type")
+    if isinstance(word, str) and word in rules()["attn_type_heads"]:
+        return Value(
+            rules()["attn_type_heads"][word], Evidence("key", (settings.where("attn_config.attn_type"),), word)
+        )
     listed = _list_of(settings, "kv_heads")
     if isinstance(listed, list) and listed:
         numbers = settings.whole_list(settings.find("kv_heads"), "whole numbers")
@@ -154,6 +159,11 @@ def _kv_heads(settings: Settings, q_heads: Value[int], assumed: list[str]) -> Va
                 "Correct the head counts.",
             )
         return found
+    group = settings.integer(settings.first_given(rules()["group_size_keys"]))
+    if group and q_heads.value % group.value == 0:
+        return Value(
+            q_heads.value // group.value, Evidence("derived", group.evidence.keys, "query heads // group size")
+        )
     if default := settings.info.facts.get("kv_heads_default"):
         return Value(int(default), Evidence("class-fact", (), "the class has no key for it"))
     if not settings.info.known and settings.find("kv_heads") is None and multi is None:
@@ -208,12 +218,7 @@ def of_kind(base: Geometry, kind: str, settings: Settings) -> Geometry:
             out = replace(out, kv_heads=fewer)
     by_type = settings.info.facts.get("by_type", {}).get("sliding" if sliding else "full", {})
     if sliding and not by_type:
-        by_type = {
-            "q_heads": ["swa_num_attention_heads"],
-            "kv_heads": ["swa_num_key_value_heads"],
-            "head_dim": ["swa_head_dim"],
-            "v_head_dim": ["swa_v_head_dim"],
-        }
+        by_type = rules()["sliding_geometry"]
     picked: dict[str, Value[int]] = {}
     for name, sources in by_type.items():
         value = _first(settings, sources, base)

@@ -152,6 +152,11 @@ def _fit(made: Kinds, settings: Settings, declared: Value[int] | None, mtp: int)
 
 
 def _from_indices(settings: Settings, count: int) -> Kinds | None:
+    for key in rules()["sliding_index_keys"]:
+        if settings.has(key):
+            made = expand({"listed": key, "listed_kind": "sliding", "other": "full"}, count, settings)
+            if made:
+                return Kinds(made[0], made[1], explicit=True)
     for rule in rules()["attention_index_keys"]:
         if not settings.has(rule["key"]):
             continue

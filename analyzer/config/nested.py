@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvskill.analyzer.config.problems import invalid
 from kvskill.analyzer.config.reader import Settings
-from kvskill.analyzer.config.rules import ClassInfo, class_info, rules
+from kvskill.analyzer.config.rules import ClassInfo, class_info, class_of_architecture, rules
 
 __all__ = ["Located", "locate"]
 
@@ -38,7 +38,7 @@ def locate(config: Mapping[str, Any], shown: str) -> Located:
     path, tree = _nested(config, top)
     flat = _describes(config)
     if not path:
-        info = class_info(top.text[1]) if top.text else top
+        info = class_info(top.text[1]) if top.text else _by_architecture(top, config)
         if not flat and not (info.has_class and info.role != "other") and top.role != "other":
             raise _nothing(config, shown, model_type)
         return Located(Settings(config, "", info, shown), top, model_type, None, _multimodal(config, top), twins=())
@@ -47,8 +47,8 @@ def locate(config: Mapping[str, Any], shown: str) -> Located:
     expected = top.text[1] if top.text and path == top.text[0] else None
     if expected and (inner is None or not info.known):
         info = class_info(expected)
-    elif inner is None:
-        info = ClassInfo(None, known=False)
+    elif not info.known:
+        info = _by_architecture(info, tree)
     if not _describes(tree) and not info.has_class:
         raise _nothing(config, shown, model_type)
     twins = tuple(
@@ -64,6 +64,20 @@ def locate(config: Mapping[str, Any], shown: str) -> Located:
         _multimodal(config, top),
         twins if flat else (),
     )
+
+
+def _by_architecture(info: ClassInfo, tree: Mapping[str, Any]) -> ClassInfo:
+    """An unknown model_type takes the facts of the class that its architecture names, when there is one."""
+    names = tree.get("architectures")
+    if info.known or not isinstance(names, list):
+        return info
+    for name in names:
+        found = class_of_architecture(name) if isinstance(name, str) else None
+        if found:
+            named = class_info(found)
+            named = class_info(named.text[1]) if named.text else named
+            return replace(named, has_class=False, by_architecture=name)
+    return info
 
 
 def _model_type(tree: Mapping[str, Any], shown: str, path: str) -> str | None:

@@ -46,6 +46,10 @@ def facts_notes(
     settings = located.settings
     info = settings.info
     watch: list[str] = []
+    if info.by_architecture:
+        name = located.text_model_type or located.model_type
+        fact = f"model_type {name!r} is not known; the class facts are those of {info.by_architecture}."
+        grounds.add("KV118", fact, "Compare it with the modeling code.")
     if not info.known:
         name = located.text_model_type or located.model_type
         fact = f"model_type {name!r} is not known; the answer follows from the keys alone."

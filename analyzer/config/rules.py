@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-__all__ = ["ClassInfo", "class_info", "defaults_source", "rules"]
+__all__ = ["ClassInfo", "class_info", "class_of_architecture", "defaults_source", "rules"]
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _LIKE_DEPTH = 4
@@ -34,6 +34,7 @@ class ClassInfo:
     facts: Mapping[str, Any] = field(default_factory=dict)
     has_class: bool = False  # a transformers class stands behind `defaults`
     class_name: str | None = None
+    by_architecture: str | None = None  # the architecture that named the class, for an unknown model_type
 
     def reads(self, key: str) -> bool:
         """True when the class is known to have the key as a setting of its own."""
@@ -66,6 +67,27 @@ def _facts() -> dict[str, Any]:
 def defaults_source() -> str:
     """Where the class defaults come from."""
     return str(_defaults()["source"])
+
+
+@cache
+def _architectures() -> dict[str, str]:
+    """Stem of an architecture name (LlamaForCausalLM -> Llama) or the whole name -> model_type."""
+    classes = _defaults()["classes"]
+    out = {row["class"].removesuffix("Config"): name for name, row in classes.items() if "of" not in row}
+    for name, row in _facts().items():
+        out.update(dict.fromkeys(row.get("architectures", ()), name))
+    return out
+
+
+def class_of_architecture(architecture: str) -> str | None:
+    """The model_type whose class an architecture name belongs to, by the library's naming or class_facts.yaml."""
+    table = _architectures()
+    if architecture in table:
+        return table[architecture]
+    for ending in rules()["architecture_endings"]:
+        if architecture.endswith(ending):
+            return table.get(architecture.removesuffix(ending))
+    return None
 
 
 @cache

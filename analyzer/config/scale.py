@@ -9,6 +9,7 @@ from kvskill.analyzer.config.heads import Geometry
 from kvskill.analyzer.config.problems import invalid
 from kvskill.analyzer.config.reader import Settings
 from kvskill.analyzer.config.rope import rope_settings, yarn_mscale
+from kvskill.analyzer.config.rules import rules
 
 __all__ = ["scale_for", "scale_of"]
 
@@ -68,6 +69,9 @@ def _from_keys(settings: Settings, base: Geometry) -> ScaleFacts | None:
     fixed = settings.number(settings.get("attn_config.softmax_scale"))
     if fixed:
         return ScaleFacts(fixed.value, "attn_config.softmax_scale (config value, used as is)", fixed.evidence)
+    for key in rules()["inverse_scale_flags"]:
+        if settings.flag(key):
+            return ScaleFacts(1.0 / width, f"1/head_dim = 1/{width}", Evidence("key", (settings.where(key),)))
     if settings.flag("mup_use_scaling") and (mup := settings.number(settings.get("mup_attn_multiplier"))):
         formula = f"mup_attn_multiplier/head_dim = {mup.value}/{width} (muP: 1/d, not 1/sqrt(d))"
         return ScaleFacts(mup.value / width, formula, mup.evidence)

@@ -47,7 +47,7 @@ def understand(
     if scope is None:
         _must_be_language_model(config, located)
     grounds = Grounds(shown, list(notes))
-    encoder = scope is not None and "encoder-only" in scope[0]
+    encoder = scope is not None and ("encoder-only" in scope[0] or scope[0].startswith("no text generation"))
     mtp = mtp_of(settings, located, config)
     declared = _declared(settings)
     base = base_geometry(settings)
@@ -85,8 +85,8 @@ def understand(
         layer_rule=Evidence(made.evidence.source, made.evidence.keys, rule),
         sliding_window=window.value if any(s.window for s in slots) else Value(None, window.value.evidence),
         sliding_window_raw=window.raw,
-        q_heads=heads.q_heads if heads else Value(None, Evidence("absent")),
-        kv_heads=heads.kv_heads if heads else Value(None, Evidence("absent")),
+        q_heads=_model_wide(heads, slots, mla is not None, 0),
+        kv_heads=_model_wide(heads, slots, mla is not None, 1),
         head_dim=_head_dim(heads, bool(mla)),
         naive_head_dim=heads.naive if heads else None,
         groups=assemble.groups_of(slots),
@@ -168,6 +168,17 @@ def _crosses(config: Mapping[str, Any], located: Located) -> bool:
     if config.get("is_encoder_decoder") is True or "encoder-decoder" in (info.role, located.top.role):
         return True
     return bool(located.settings.value("add_cross_attention"))
+
+
+def _model_wide(heads: Geometry | None, slots: tuple[LayerFacts, ...], latent: bool, which: int) -> Value[int | None]:
+    """Query (0) or K/V (1) heads of the model; by the layers where they are given layer by layer."""
+    if heads is None:
+        return Value(None, Evidence("absent"))
+    given = (heads.q_heads, heads.kv_heads)[which]
+    if latent:
+        return given
+    real = assemble.model_heads(slots, heads)[which]
+    return given if real == given.value else Value(real, Evidence("derived", (), "most frequent of the layers"))
 
 
 def _head_dim(heads: Geometry | None, latent: bool) -> Value[int | None]:

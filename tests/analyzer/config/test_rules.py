@@ -91,6 +91,7 @@ def test_two_readings_of_a_window(facts: Build) -> None:
         ("qwen3_next", {"full_attention_interval": 3}, "LLFLLF"),
         ("jamba", {"attn_layer_period": 3, "attn_layer_offset": 1}, "LFLLFL"),
         ("bamba", {"attn_layer_indices": [1, 4]}, "LFLLFL"),
+        ("baichuan_m1", {"sliding_window_layers": [1, 3, 5], "num_swa_key_value_heads": 4}, "FSFSFS"),
         ("lfm2", {"full_attn_idxs": [2, 5]}, "LLFLLF"),
         ("lfm2", {"layer_types": ["conv", "full_attention"] * 3}, "LFLFLF"),
         ("granitemoehybrid", {"layer_types": ["mamba", "mamba", "attention"] * 2}, "LLFLLF"),
@@ -155,6 +156,15 @@ def test_mtp_entries_behind_layer_types_are_cut(facts: Build) -> None:
         ("RefinedWeb", {"num_key_value_heads": ..., "n_head_kv": 4, "head_dim": ...}, 4, "GQA"),
         ("dbrx", {"num_key_value_heads": ..., "attn_config": {"kv_n_heads": 4}, "head_dim": ...}, 4, "GQA"),
         ("qwen", {"num_key_value_heads": ..., "head_dim": ..., "kv_channels": 64}, 8, "MHA"),
+        (
+            "mpt",
+            {"num_key_value_heads": ..., "attn_config": {"attn_type": "multiquery_attention"}, "head_dim": ...},
+            1,
+            "MQA",
+        ),
+        ("plamo", {"num_key_value_heads": ..., "n_shared_head": 4}, 2, "GQA"),
+        ("new", {"num_key_value_heads": ..., "multi_query_attention": False, "n_kv_heads": 4}, 4, "GQA"),
+        ("step3_text", {"num_key_value_heads": ..., "num_attention_groups": 1}, 1, "MQA"),
     ],
 )
 def test_kv_heads(facts: Build, model_type: str, changes: dict[str, Any], kv: int, kind: str) -> None:
@@ -264,6 +274,7 @@ MLA = {
         ("llama", {}, 64**-0.5),
         ("gemma2", {"query_pre_attn_scalar": 144, "attn_logit_softcapping": None}, 144**-0.5),
         ("granite", {"attention_multiplier": 0.015625}, 0.015625),
+        ("jais", {"mup_scale_qk_dot_by_d": True}, 1 / 64),
         ("phi3small", {"mup_use_scaling": True, "mup_attn_multiplier": 1.0}, 1 / 64),
         ("gpt2", {"scale_attn_weights": False, "head_dim": ...}, 1.0),
         ("gemma3n_text", {"num_kv_shared_layers": 0}, 1.0),
@@ -412,8 +423,14 @@ def test_legacy_keep_names_its_key(facts: Build) -> None:
 def test_nested_settings_win_over_other_towers() -> None:
     from kvskill.analyzer.config import understand
 
-    text = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
-            "vocab_size": 100}  # fmt: skip
+    text: dict[str, Any] = {
+        "model_type": "llama",
+        "num_hidden_layers": 4,
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+    }
     tower = {"num_hidden_layers": 27, "hidden_size": 1152, "num_attention_heads": 16}
     for path in (("text_config",), ("llm_config",), ("language_config",), ("thinker_config", "text_config")):
         node: dict[str, Any] = dict(text)
@@ -445,6 +462,13 @@ def test_unknown_class_with_complete_keys_is_answered_with_a_note(facts: Build) 
     assert facts("brand_new", sliding_window=256).layer_pattern == "S" * 6
     assert facts("brand_new", sliding_window=256, sliding_window_pattern=3).layer_pattern == "SSFSSF"
     assert facts(None).verdict.verdict == "paged"
+
+
+def test_an_unknown_model_type_takes_the_class_of_its_architecture(facts: Build) -> None:
+    made = facts("renamed", architectures=["Gemma3ForCausalLM"], sliding_window=128, head_dim=...)
+    assert made.layer_pattern == "SSSSSF" and made.scale.value == 256**-0.5 and "KV118" in codes(made)
+    made = facts(None, architectures=["QWenLMHeadModel"], num_key_value_heads=..., kv_channels=64, head_dim=...)
+    assert made.kv_heads.value == 8 and made.verdict.verdict == "paged"
 
 
 def test_unknown_class_with_missing_or_ambiguous_keys_is_not_guessed(facts: Build) -> None:
