@@ -19,6 +19,7 @@ from kvskill.analyzer.progress import Record, find_progress, record_decisions
 from kvskill.analyzer.report.record import decision_rows
 from kvskill.analyzer.request import AnalyzeRequest
 from kvskill.analyzer.resolve import Place, shown_path
+from kvskill.analyzer.runner.analysis import by_hand, by_hand_manifest
 from kvskill.analyzer.selection.decide import SelectionInput, select
 from kvskill.analyzer.selection.features import Feature, find_features
 from kvskill.analyzer.selection.limits import limits_for
@@ -55,6 +56,11 @@ def analyze(request: AnalyzeRequest) -> Analysis:
     can be decided is in the manifest; blocking findings make the exit code 3.
     """
     base = gather(request)
+    recognised = by_hand(base)
+    if recognised is not None:
+        manifest, findings = by_hand_manifest(base, recognised)
+        written = _write(base.place, manifest) if request.write else None
+        return Analysis(manifest, findings, ExitCode.DONE, base, written=written)
     try:
         model = understand_model(base)
     except KvskillError as exc:

@@ -11,6 +11,7 @@ from kvskill.analyzer.gather import gather, understand_model
 from kvskill.analyzer.modeling.facts import ModelFacts
 from kvskill.analyzer.request import AnalyzeRequest
 from kvskill.analyzer.resolve import Place, find_model
+from kvskill.analyzer.runner.recognise import recognise
 from kvskill.diagnostics import Diagnostic, ExitCode, InputError, KvskillError, Refusal, Severity, Span
 from kvskill.implementer.edits import EditConflict
 from kvskill.implementer.plan import Plan, build_plan
@@ -60,6 +61,10 @@ def apply(request: ApplyRequest) -> Applied:
     place = find_model(request.model, request.repo)
     _recover(place)
     manifest = load_manifest(place.model_dir / MANIFEST_NAME, f"{place.folder}/{MANIFEST_NAME}")
+    if manifest.deployment.value == "standalone":
+        recognised = recognise(place.model_dir, place.root)
+        if recognised.mode == "paged":
+            return Applied("nothing-to-do", ExitCode.DONE, place, findings=recognised.findings)
     facts, config = _facts(place, manifest, request)
     if facts.state == "paged":
         return Applied("nothing-to-do", ExitCode.DONE, place)

@@ -97,6 +97,8 @@ def _headline(a: Analysis) -> str:
     m = a.manifest
     if m.model.state == "paged":
         return "already Paged, nothing to do"
+    if m.model.state == "paged-by-hand":
+        return "paged by hand in its own runner, nothing to convert"
     blocking = [f for f in a.findings if f.severity is Severity.BLOCKING]
     if m.kv_mode.value == "out-of-scope":
         return f"out of scope: {m.kv_grounds[0] if m.kv_grounds else 'no cache worth paging'}"
@@ -116,7 +118,8 @@ def _found(a: Analysis) -> Iterator[str]:
     note = f" (through {a.base.source.note})" if a.base.source.note and a.base.source.kind == "yaml" else ""
     kind = " (defaults of the class; no config.json at hand)" if a.base.source.kind == "class" else note
     yield f"  config    {a.base.source.shown}{kind}"
-    yield f"  layers    {compact(m.layer_pattern)}   {_legend(m.layer_pattern)}"
+    if m.layer_pattern:
+        yield f"  layers    {compact(m.layer_pattern)}   {_legend(m.layer_pattern)}"
     t = m.target
     where = "target repository" if t.found else "no target repository: newest API assumed"
     yield f"  target    {where}; block_size on {t.block_size_on}; " + (
@@ -199,7 +202,7 @@ def _closing(a: Analysis) -> Iterator[str]:
         yield f"Manifest: {a.manifest.model.folder}/kv_manifest.yaml"
     if a.recorded is not None:
         yield f"Recorded: {a.recorded.shown}" if a.recorded.written else f"{a.recorded.shown} already says this."
-    if a.manifest.model.state == "paged" or a.manifest.kv_mode.value != "paged":
+    if a.manifest.model.state in ("paged", "paged-by-hand") or a.manifest.kv_mode.value != "paged":
         return
     if a.manifest.blocking:
         yield "Next: resolve the blocking findings, then analyze again."
