@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Comparison", "compare", "first_difference", "table_tolerance"]
+__all__ = ["OUTLIERS", "Comparison", "compare", "first_difference", "table_tolerance"]
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 4e-2}
+# In bfloat16 a router may choose another expert where two are nearly tied: one position in ten may exceed the bound.
+OUTLIERS = {"fp32": 0.0, "bf16": 0.1}
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,14 @@ class Comparison:
     tolerance: float
     first_bad: int | None
     missing: int = 0
+    outliers: int = 0
+    outliers_allowed: int = 0
 
     @property
     def ok(self) -> bool:
-        """Within the tolerance, no NaN, every position present."""
-        return self.nan == 0 and self.missing == 0 and self.positions > 0 and self.relative <= self.tolerance
+        """Within the tolerance (but for the outliers allowed), no NaN, every position present."""
+        complete = self.nan == 0 and self.missing == 0 and self.positions > 0
+        return complete and self.outliers <= self.outliers_allowed
 
 
 def table_tolerance(dtype: str, given: float | None) -> float:
@@ -52,6 +57,7 @@ def compare(
     prompts: list[int],
     tolerance: float,
     name: str = "logits",
+    outliers: float = 0.0,
 ) -> list[Comparison]:
     """One Comparison per request. A position that the oracle has and the tested party lacks counts as missing,
     up to the last position that the tested party reached."""
@@ -60,19 +66,34 @@ def compare(
         ref, got = _rows(reference, request, name), _rows(tested, request, name)
         common = sorted(set(ref) & set(got))
         scale = max((float(np.abs(ref[p]).max()) for p in common), default=1.0) or 1.0
-        worst, nan, first = 0.0, 0, None
+        worst, nan, first, above = 0.0, 0, None, 0
         for position in common:
             if np.isnan(got[position]).any():
                 nan += 1
                 first = position if first is None else first
                 continue
             difference = float(np.abs(got[position] - ref[position]).max()) / scale
-            if difference > tolerance and first is None:
-                first = position
+            if difference > tolerance:
+                above += 1
+                first = position if first is None else first
             worst = max(worst, difference)
         last = max(got, default=-1)
         missing = sum(1 for p in ref if p not in got and p <= last)
-        out.append(Comparison(oracle, request, prompt, len(common), worst, nan, tolerance, first, missing))
+        out.append(
+            Comparison(
+                oracle=oracle,
+                request=request,
+                prompt=prompt,
+                positions=len(common),
+                relative=worst,
+                nan=nan,
+                tolerance=tolerance,
+                first_bad=first,
+                missing=missing,
+                outliers=above,
+                outliers_allowed=int(np.ceil(outliers * len(common))),
+            )
+        )
     return out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvskill.diagnostics import Diagnostic, Severity, Span
-from kvskill.verifier.compare import compare, table_tolerance
+from kvskill.verifier.compare import OUTLIERS, compare, table_tolerance
 from kvskill.verifier.diagnose import child_finding, difference_findings, observation_findings, problem_findings
 from kvskill.verifier.discover import ModelUnderTest
 from kvskill.verifier.jobs import Outcome
@@ -49,7 +49,9 @@ def judge(plan: Plan, outcomes: dict[str, Outcome]) -> VerifyReport:
     if legacy is not None and legacy.ok:
         references["Legacy"] = legacy.arrays
     for name, reference in references.items():
-        report.comparisons += compare(name, reference, paged.arrays, list(work.prompts), tolerance)
+        report.comparisons += compare(
+            name, reference, paged.arrays, list(work.prompts), tolerance, outliers=OUTLIERS[options.dtype]
+        )
     if options.mtp and "Legacy" in references:
         report.checks.append(_draft_check(references["Legacy"], paged.arrays, work, tolerance))
     observations = dict(paged.result.get("observations", {}))

@@ -179,6 +179,8 @@ def shrink(base: BaseConfig, model: ModelUnderTest, tp: int = 1, mtp: bool = Fal
     if "num_nextn_predict_layers" in inner:
         inner["num_nextn_predict_layers"] = 1 if mtp or inner["num_nextn_predict_layers"] else 0
     inner["use_cache"] = True
+    if values.get("torch_dtype") is None and values.get("dtype") is None:
+        values["torch_dtype"] = "bfloat16"  # what the framework runs; caches take their dtype from it
     changes = tuple(
         f"{k} {_short(before[k])} -> {_short(inner[k])}"
         for k in before

@@ -87,7 +87,8 @@ def render(report: VerifyReport, console: Console) -> None:
         ):
             table.add_column(column, justify="left" if column in ("oracle", "result") else "right")
         for c in report.comparisons:
-            result = "agrees" if c.ok else f"DIFFERS from position {c.first_bad}"
+            flips = f" ({c.outliers} above the bound)" if c.outliers else ""
+            result = f"agrees{flips}" if c.ok else f"DIFFERS from position {c.first_bad}"
             if c.missing:
                 result = f"{c.missing} positions missing"
             if c.positions == 0:

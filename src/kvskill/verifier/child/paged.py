@@ -24,6 +24,9 @@ from kvskill.verifier.kernels.rules.warnings import take_warnings
 
 __all__ = ["run_paged"]
 
+EXACT = 1e-5  # the same sums in another order, relative to the largest logit
+SPLIT_BF16 = 4e-2  # two formulations of attention, rounded to bfloat16
+
 
 def run_paged(target: Any, caches: Caches, cache_info: Any, job: dict[str, Any], result: dict[str, Any]) -> Any:
     """All runs; returns the arrays of the recorded run (and of the others, by prefix, when they differ)."""
@@ -115,9 +118,10 @@ def _metamorphic(
     )
     _waves(target, recorder, waves, job, result, "release.split", dict.fromkeys(requests, 2))
     text = f"prompts that end {later} tokens later"
-    arrays.update(_judge(result, "run.split", first, recorder, text, "split/"))
+    bound = EXACT if job["dtype"] == "fp32" else SPLIT_BF16
+    arrays.update(_judge(result, "run.split", first, recorder, text, "split/", None, bound))
     if draft and int(job["next_n"]) == 1:  # with more, the draft's cache holds states of its own guesses
-        _judge(result, "run.draft-split", draft, recorder, f"draft model, {text}", "", recorder.draft)
+        _judge(result, "run.draft-split", draft, recorder, f"draft model, {text}", "", recorder.draft, bound)
     return arrays
 
 
@@ -185,10 +189,17 @@ def _end_early(scheduler: Any, recorder: Any, stagger: dict[int, int]) -> None:
 
 
 def _judge(
-    result: dict[str, Any], name: str, first: Any, recorder: Any, text: str, prefix: str, book: Any = None
+    result: dict[str, Any],
+    name: str,
+    first: Any,
+    recorder: Any,
+    text: str,
+    prefix: str,
+    book: Any = None,
+    bound: float = EXACT,
 ) -> dict[str, Any]:
     """Compare a run (`book`: its logits by request and position) with the recorded one, where both have a position."""
-    worst, nan, count = 0.0, 0, 0
+    worst, nan, count, above = 0.0, 0, 0, 0
     where: tuple[int, int] | None = None
     first_nan: tuple[int, int] | None = None
     for request, found in (book or recorder.logits).items():
@@ -205,9 +216,11 @@ def _judge(
                     first_nan = first_nan or (request, position)
                 continue
             difference = float(np.abs(values - other).max()) / (scale or 1.0)
+            above += difference > bound
             if difference > worst:
                 worst, where = difference, (request, position)
-    ok = nan == 0 and worst <= 1e-5 and count > 0
+    allowed = count // 10 if bound > EXACT else 0  # bfloat16: a router may flip
+    ok = nan == 0 and above <= allowed and count > 0
     figures = f"{text}: {count} positions, max difference {worst:.1e}"
     if nan:
         figures += f", {nan} positions with NaN in only one of the runs"

@@ -41,6 +41,10 @@ def run_target(job: dict[str, Any], result: dict[str, Any]) -> None:
     prepare_imports(job, result)
     if job["dtype"] == "fp32":
         _alias_dtype()
+    else:
+        from kvskill.verifier.child.promote import PromoteProducts
+
+        PromoteProducts().__enter__()
     _wait_for_checkpoint(job, result)
     from kvskill.verifier.child.loading import hook_loading
 
