@@ -196,7 +196,7 @@ def parts_of(rep: RepRun, mark: Fingerprint) -> Parts | str:
         return query
     q_nope, q_rope = query
     out = _output(walk, attend, mark)
-    order = _up_order(walk, attend, mark, rep.run.phase == "prefill")
+    order = _up_order(rep, mark)
     if order is not None:
         return order
     shape = q_nope.shape
@@ -284,11 +284,22 @@ def _output(walk: Walk, attend: Attend, mark: Fingerprint) -> Tensor:
     return attend.out
 
 
-def _up_order(walk: Walk, attend: Attend, mark: Fingerprint, prefill: bool) -> str | None:
+def _caches(tensors: set[Tensor], rep: RepRun) -> set[object]:
+    return {t.attrs.get("name") for t in tensors if t.op == "cache" and t.attrs.get("owner") is rep.inst}
+
+
+def _up_order(rep: RepRun, mark: Fingerprint) -> str | None:
     """The up projection must give [nope | v] per head, in this order. None when it does."""
+    walk, attend = rep.walk, rep.attends[0]
     firsts = seconds = wrong = 0
     to_keys, to_values = ancestors([attend.q, attend.k]), ancestors([attend.v])
     to_out = ancestors([_output(walk, attend, mark)])
+    for write in rep.writes:  # what is cached decompressed is read back by name
+        cache = write.cache.attrs.get("name")
+        if cache in _caches(to_keys, rep) and cache not in _caches(to_values, rep):
+            to_keys |= ancestors([write.value])
+        elif cache in _caches(to_values, rep) and cache not in _caches(to_keys, rep):
+            to_values |= ancestors([write.value])
     for t in walk.tensors:
         cut = slice_of(t) or _row_slice(t)
         source = root_of(cut[0]) if cut is not None else None
@@ -301,7 +312,7 @@ def _up_order(walk: Walk, attend: Attend, mark: Fingerprint, prefill: bool) -> s
         firsts += cut[1] == 0 and key
         seconds += cut[1] == 1 and value
         wrong += (cut[1] == 0 and value) or (cut[1] == 1 and key)
-    if wrong or (prefill and not (firsts and seconds)):
+    if wrong or (rep.run.phase == "prefill" and not (firsts and seconds)):
         return "the parts that the up projection gives are not [nope | v] per head, or could not be told apart"
     return None
 

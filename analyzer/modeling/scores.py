@@ -313,7 +313,7 @@ def _add_mask(walk: Walk, out: Attend, mask: Tensor) -> None:
         if t.op in ("floordiv",):
             out.bad.append(Bad("KV144", "a mask by chunks of positions", t.node, t))
         elif t.op in ("parameter", "pow", "exp", "linear", "mul", "div", "log", "embedding"):
-            out.bad.append(Bad("KV145", "a bias (not only a mask) on the attention scores", t.node, t))
+            out.bad.append(Bad("KV145", "a bias (not only a mask) on the attention scores", t.node or mask.node, mask))
         else:
             out.bad.append(Bad("KV142", f"a mask made with `{t.op.lstrip('?')}`", t.node, t))
         return

@@ -163,8 +163,8 @@ def _rewrite_test(ctx: Context, test: Test, twin: Test | None, func: ast.Functio
         # the same side in both phases: it depends on the batch only in theory
         if known is not None and "S" not in test.axes:
             return
-    if _raises(test) or (isinstance(test.value, Bool) and test.axes <= {"B"}):
-        return  # both sides were walked and agree
+    if _raises(test) or (isinstance(test.value, Bool) and test.axes <= {"B"} and _one_request(test)):
+        return  # a shortcut for one request: both sides were walked and agree
     ctx.refuse(
         file,
         test.node,
@@ -172,6 +172,14 @@ def _rewrite_test(ctx: Context, test: Test, twin: Test | None, func: ast.Functio
         "A condition depends on the number of requests or tokens in a way that is not a phase test.",
         "Decide by forward_metadata.is_prefill, or make the code independent of the count.",
     )
+
+
+def _one_request(test: Test) -> bool:
+    """Is it `batch == 1` (or `!=`, `>`)?"""
+    if not isinstance(test.node, ast.Compare):
+        return False
+    sides = [test.node.left, *test.node.comparators]
+    return any(isinstance(s, ast.Constant) and s.value == 1 for s in sides)
 
 
 def _counts_tokens(test: Test) -> bool:
