@@ -1,0 +1,141 @@
+"""Facts of a standalone model's code: the same seam as in framework mode, with caches that come as arguments."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from typing import Any
+
+from kvskill.analyzer.modeling.facts import AttentionFacts, CacheDecl, ModelFacts
+from kvskill.analyzer.modeling.program import Program
+from kvskill.analyzer.modeling.reader import entry_class
+from kvskill.analyzer.modeling.run import Run, submodules
+from kvskill.analyzer.modeling.seam import RepRun, SeamError, find_seam, rep_runs
+from kvskill.analyzer.modeling.settings import settings_of
+from kvskill.analyzer.modeling.values import ClassVal, Instance, Tensor, Value
+from kvskill.analyzer.modeling.window import find_window
+from kvskill.analyzer.runner.walkrun import run_standalone
+from kvskill.diagnostics import Diagnostic, Severity, Span
+from kvskill.source import SourceFile
+
+__all__ = ["read_standalone"]
+
+
+def read_standalone(
+    program: Program, config: Mapping[str, Any], *, entry: str | None = None, shown: str = ""
+) -> ModelFacts:
+    """Facts of a standalone model in mode one. What is not certain is a blocking finding."""
+    top = (program.find(entry) if entry else None) or entry_class(program) or _with_caches(program)
+    if top is None:
+        fact = "No model class whose forward takes the caches was found."
+        return ModelFacts(program, "none", findings=(_blocking("KV291", fact, Span(shown or "models")),))
+    config = settings_of(program, top, config)
+    prefill = run_standalone(program, top, config, "prefill")
+    decode = run_standalone(program, top, config, "decode")
+    owners = _writers(prefill)
+    base = ModelFacts(program, "none", "padded-2d", top, prefill=prefill, decode=decode)
+    findings = [
+        _blocking("KV163", f"The shapes do not fit padded input here ({p.text}).", p.frame.file.span(p.node))
+        for p in prefill.walk.problems[:3]
+    ]
+    if not owners:
+        fact = f"{top.name} writes no cache that it was handed."
+        findings.append(_blocking("KV291", fact, top.file.span(top.node)))
+        return _with(base, (), findings, "none")
+    facts: list[AttentionFacts] = []
+    for cls in dict.fromkeys(o.cls for o in owners):
+        mine = [m for m in submodules(prefill.root) if m.cls is cls]
+        try:
+            facts.append(_attention(cls, mine, prefill, decode, config))
+        except SeamError as exc:
+            findings.append(exc.finding)
+    return _with(base, tuple(facts), findings, "legacy")
+
+
+def _with(base: ModelFacts, facts: tuple[AttentionFacts, ...], findings: list[Diagnostic], state: str) -> ModelFacts:
+    assert base.prefill is not None
+    layer = model = None
+    if facts:
+        layer, model = _containers(base.prefill, facts[0])
+    return ModelFacts(
+        base.program,
+        state,  # type: ignore[arg-type]
+        base.form,
+        base.entry,
+        model,
+        layer,
+        facts,
+        base.prefill,
+        base.decode,
+        tuple(findings),
+    )
+
+
+def _containers(run: Run, facts: AttentionFacts) -> tuple[ClassVal | None, ClassVal | None]:
+    frame = next(f for f in run.walk.frames if f.self_ in facts.reps)
+    owners: list[ClassVal] = []
+    for f in frame.chain():
+        if isinstance(f.self_, Instance) and f.self_ not in facts.reps and f.self_.cls not in owners:
+            owners.append(f.self_.cls)
+    return (owners[0] if owners else None), (owners[1] if len(owners) > 1 else None)
+
+
+def _writers(run: Run) -> list[Instance]:
+    """Objects that write a handed cache, in the order of the model."""
+    owners = [t.attrs.get("owner") for t in run.walk.tensors if t.op == "cache"]
+    return [m for m in submodules(run.root) if m in owners]
+
+
+def _attention(
+    cls: ClassVal, mine: list[Instance], prefill: Run, decode: Run, config: Mapping[str, Any]
+) -> AttentionFacts:
+    paths = {m.path for m in mine}
+    twins = {m.path: m for m in submodules(decode.root) if m.path in paths}
+    reps: list[RepRun] = []
+    for inst in mine:
+        if any(f.self_ is inst for f in prefill.walk.frames):
+            reps.append(rep_runs(prefill, inst))
+            reps.append(rep_runs(decode, twins[inst.path]))
+    for rep in reps:
+        _no_latent(cls, rep)
+    seam = find_seam(reps)
+    window, doubt = find_window(mine, reps, config, {id(m): i for i, m in enumerate(mine)})
+    if doubt is not None:
+        raise SeamError(_blocking("KV164", f"The window of {cls.name} is not certain: {doubt}.", _at(cls)))
+    first = reps[0].inst
+    entry = next(
+        f for f in prefill.walk.frames if f.self_ is first and (f.parent is None or f.parent.self_ is not first)
+    )
+    assert isinstance(entry.func, ast.FunctionDef)
+    decl = CacheDecl({}, None, seam.kv_heads_expr, seam.k_dim_expr, seam.v_dim_expr)
+    layers = tuple(range(len(mine)))
+    instances = tuple(r.inst for r in reps if r.run.phase == "prefill")
+    return AttentionFacts(cls, cls.file, layers, entry.func, (), decl, window, seam, instances)
+
+
+def _no_latent(cls: ClassVal, rep: RepRun) -> None:
+    for attend in rep.attends:
+        parents: list[Value] = list(attend.out.parents)
+        if any(isinstance(p, Tensor) and p.op == "kv_rmsnorm" for p in parents):
+            fact = f"{cls.name} keeps a latent cache (mode three) without blocks."
+            raise SeamError(_blocking("KV292", fact, _at(cls)))
+
+
+def _with_caches(program: Program) -> ClassVal | None:
+    from kvskill.analyzer.runner.walkrun import CACHES
+
+    for cls in reversed(program.classes()):
+        found = cls.method("forward")
+        if found is not None and any(a.arg in CACHES for a in found[0].args.args):
+            return cls
+    return None
+
+
+def _at(cls: ClassVal) -> Span:
+    file: SourceFile = cls.file
+    return file.span(cls.node)
+
+
+def _blocking(code: str, fact: str, span: Span) -> Diagnostic:
+    todo = "Bring the code into the form of `kvskill explain standalone`, or convert it by hand."
+    return Diagnostic(code, Severity.BLOCKING, fact, todo, span)
