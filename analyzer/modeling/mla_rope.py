@@ -16,7 +16,7 @@ from kvskill.analyzer.modeling.mla_parts import Fingerprint, Parts, slice_of
 from kvskill.analyzer.modeling.seam import RepRun
 from kvskill.analyzer.modeling.shapes import LAYOUT
 from kvskill.analyzer.modeling.trace import ancestors, chain, root_of, tensor_parents
-from kvskill.analyzer.modeling.values import Const, External, Frame, Instance, Scalar, Tensor, Value
+from kvskill.analyzer.modeling.values import Const, External, Frame, Instance, Scalar, Tensor, Tup, Value
 from kvskill.analyzer.modeling.walk import Walk
 
 __all__ = ["FusedWrite", "fused_write"]
@@ -26,9 +26,10 @@ _RANK, _ROPE = 512, 64  # the only sizes the operator has (operator sheet 12.1)
 
 @dataclass(frozen=True, eq=False)
 class FusedWrite:
-    """What the operator takes, as names and attributes of the seam's function.
+    """What the operator takes, as expressions of the seam's function.
 
-    `source` is the statement that makes `raw`, the projection's output [.., rank + rope].
+    `raw` is the projection's output [.., rank + rope], valid right after the statement `source`. A factor on the
+    normalised latent goes into `gamma`: the same product.
     """
 
     raw: str
@@ -47,7 +48,9 @@ def fused_write(
     sizes = (walk.concrete_dim(parts.rank), walk.concrete_dim(parts.rope))
     if sizes != (_RANK, _ROPE):
         return None, f"the operator has latent {_RANK} and rope {_ROPE}, not {sizes[0]} and {sizes[1]}"
-    if root_of(parts.latent) is not root_of(mark.normed):
+    me = func.args.args[0].arg if func.args.args else "self"
+    factor = _factor(rep.inst, parts.latent, mark.normed)
+    if factor is None:
         return None, "the latent is changed after its norm"
     norm = _rms(mark)
     if isinstance(norm, str):
@@ -63,13 +66,26 @@ def fused_write(
         return None, "query and key are rotated by different tables"
     env = frame.env_before.get(id(anchor), {})
     torch = next((n for n, v in walk.modules[frame.file.shown].items() if v == External("torch")), "torch")
-    names = [_table(walk, env, t, torch) for t in tables[0]]
+    full = (root := root_of(parts.k_rope)) is not None and root.op == "add"  # x * cos: as wide as the rope part
+    names = [_table(walk, env, t, torch, full) for t in tables[0]]
     if names[0] is None or names[1] is None:
         return None, "its cos and sin tables have no names beside the cache write, or not the form the operator takes"
-    raw = _raw(frame, func, mark, anchor)
+    raw = _raw(frame, func, mark, anchor, torch)
     if raw is None:
         return None, f"the output of `{mark.down}` has no name of its own"
-    return FusedWrite(raw[0], raw[1], names[0], names[1], f"{mark.norm}.{gamma}", f"{mark.norm}.{epsilon}"), ""
+    weight = f"{me}.{mark.norm}.{gamma}" + (f" * {me}.{factor}" if factor else "")
+    return FusedWrite(raw[0], raw[1], names[0], names[1], weight, f"{me}.{mark.norm}.{epsilon}"), ""
+
+
+def _factor(inst: Instance, latent: Tensor, normed: Tensor) -> str | None:
+    """ "" when the latent is the norm's output, an attribute that it is multiplied by, None for anything else."""
+    root = root_of(latent)
+    if root is root_of(normed):
+        return ""
+    if root is None or root.op != "mul" or [root_of(p) for p in tensor_parents(root)] != [root_of(normed)]:
+        return None
+    number = next((p for p in root.parents if not isinstance(p, Tensor)), None)
+    return next((n for n, v in inst.attrs.items() if v is number), None) if number is not None else None
 
 
 def _rms(mark: Fingerprint) -> tuple[str, str] | str:
@@ -227,7 +243,7 @@ def _both_halves(table: Tensor) -> bool:
     return False
 
 
-def _table(walk: Walk, env: dict[str, Value], table: Tensor | None, torch: str) -> str | None:
+def _table(walk: Walk, env: dict[str, Value], table: Tensor | None, torch: str, full: bool) -> str | None:
     """An expression for the table in the operator's form: one half, repeated."""
     if table is None:
         return None
@@ -240,15 +256,17 @@ def _table(walk: Walk, env: dict[str, Value], table: Tensor | None, torch: str) 
             if not isinstance(value, Tensor) or not value.shape or root_of(value) is not root:
                 continue
             width = walk.concrete_dim(value.shape[-1])
-            if width == _ROPE and _both_halves(value):
+            if (width == _ROPE or (width is None and whole is table and full)) and _both_halves(value):
                 return name
             if width == _ROPE // 2 and whole is table:
                 return f"{torch}.cat(({name}, {name}), dim=-1)"
     return None
 
 
-def _raw(frame: Frame, func: ast.FunctionDef, mark: Fingerprint, anchor: ast.stmt) -> tuple[str, ast.stmt] | None:
-    """(name, statement) that holds the projection's output as a whole."""
+def _raw(
+    frame: Frame, func: ast.FunctionDef, mark: Fingerprint, anchor: ast.stmt, torch: str
+) -> tuple[str, ast.stmt] | None:
+    """(expression, statement after which it holds) of the projection's output as a whole."""
     nodes = {id(t) for t in _family(frame, mark.down_out)}
     for stmt in func.body:
         if stmt.lineno >= anchor.lineno:
@@ -256,6 +274,12 @@ def _raw(frame: Frame, func: ast.FunctionDef, mark: Fingerprint, anchor: ast.stm
         if isinstance(stmt, ast.Assign) and len(stmt.targets) == 1 and isinstance(stmt.targets[0], ast.Name):
             if id(frame.values.get(id(stmt.value))) in nodes:
                 return stmt.targets[0].id, stmt
+        made = frame.values.get(id(stmt.value)) if isinstance(stmt, ast.Assign) else None
+        if isinstance(stmt, ast.Assign) and isinstance(made, Tup) and made.items == [mark.raw, mark.rope_in]:
+            target = stmt.targets[0]
+            if isinstance(target, ast.Tuple) and all(isinstance(e, ast.Name) for e in target.elts):
+                both = ", ".join(e.id for e in target.elts if isinstance(e, ast.Name))
+                return f"{torch}.cat(({both}), dim=-1)", stmt
     return None
 
 

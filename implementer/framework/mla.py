@@ -135,7 +135,7 @@ def _replace(ctx: Context, facts: AttentionFacts, mla: MlaFacts, fused: FusedWri
         if _rebound(func, fused, seam.anchor):
             raw = n["raw"]
             insert_after(edits, fused.source, f"{raw} = {fused.raw}\n", "the projection's output as a whole", unit)
-            ctx.use(func, {fused.raw})
+            ctx.use_at(func, (fused.source.end_lineno or fused.source.lineno) + 1, names_in(fused.raw))
     latent = _rows(mla.latent, mla.rank)
     if not mla.normed:
         latent = f"{me}.{mla.norm}({latent})"
@@ -195,8 +195,8 @@ def _rows(binding: Binding, dim: str) -> str:
 
 
 def _rebound(func: ast.FunctionDef, fused: FusedWrite, anchor: ast.stmt) -> bool:
-    """Is the name of the projection's output bound again before the new code?"""
-    return any(
+    """Does the projection's output need a name of its own, kept until the new code?"""
+    return not fused.raw.isidentifier() or any(
         isinstance(n, ast.Name)
         and isinstance(n.ctx, ast.Store)
         and n.id == fused.raw

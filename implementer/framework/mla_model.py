@@ -54,7 +54,7 @@ def add_mla_interface(ctx: Context) -> None:
     block_size = f"{infer}.scheduler_config.block_size"
     caches = f"list({item}.cache_entries)"
     if missing:
-        caches = f"[replace(entry, block_size={block_size}) for entry in {item}.cache_entries]"
+        caches = f"[replace(entry, block_size=block_size) for entry in {item}.cache_entries]"
         ctx.imports.setdefault(owner.file.shown, set()).add("replace")
     text = render(
         "framework/mla_cache_info",
@@ -64,6 +64,7 @@ def add_mla_interface(ctx: Context) -> None:
         caches=caches,
         block_size=block_size,
         model_block_size=not on_entry,
+        entry_block_size=missing,
         mla_backend="is_mla_backend" in ctx.manifest.target.model_cache_info_fields,
     )
     ctx.imports.setdefault(owner.file.shown, set()).update({"LayerCacheInfo", "ModelCacheInfo"})
