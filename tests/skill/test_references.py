@@ -74,11 +74,16 @@ def test_rule_pages_show_a_legal_replacement(page: Path) -> None:
     instead = page.read_text(encoding="utf-8").split("## Use instead")[1]
     newest = list(load_table().schemas("2.13.0").values())
     for block in fences(instead, "python"):
-        assert [str(p) for p in check_calls(block, newest)] == []
+        try:
+            code = ast.unparse(ast.parse(block))
+        except SyntaxError:
+            # a list of keyword arguments, or a signature that leaves parameters out
+            code = ast.unparse(ast.parse(f"call({block})" if "(self, ...," not in block else "pass"))
+        assert [str(p) for p in check_calls(code, newest)] == []
 
 
 def test_the_call_check_is_not_blind() -> None:
-    page = (skill_folder() / "references/fa-calls.md").read_text(encoding="utf-8")
+    page = (skill_folder() / "references/fa-examples.md").read_text(encoding="utf-8")
     calls = [b for b in fences(page, "python") if "npu_fused_infer_attention_score" in b]
     assert len(calls) >= 5
     for name, swap in (

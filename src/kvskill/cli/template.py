@@ -53,7 +53,13 @@ def _manifest(model: str, repo: Path | None) -> Manifest:
 @json_option
 def show(name: str, model: str | None, repo: Path | None, raw: bool, lines: int, as_json: bool) -> None:
     """Show a template: what it needs and limits, and its code for a model (or for a common one)."""
-    from kvskill.opsinfo.templates import default_context, list_templates, model_contexts, render_template
+    from kvskill.opsinfo.templates import (
+        default_context,
+        has_context,
+        list_templates,
+        model_contexts,
+        render_template,
+    )
 
     found = list_templates()
     if name not in found:
@@ -63,6 +69,7 @@ def show(name: str, model: str | None, repo: Path | None, raw: bool, lines: int,
         name = near[0]
     info = found[name]
     codes: list[dict[str, Any]] = []
+    raw = raw or not has_context(name)  # a template without example values is shown as it is
     if not raw and model is None:
         title = "names of a common model; give --model for one of yours"
         codes.append({"title": title, "code": render_template(name, default_context(name))})

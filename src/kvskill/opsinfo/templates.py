@@ -15,7 +15,7 @@ from typing import Any
 from kvskill.manifest import Group, Manifest
 from kvskill.opsinfo.facts import reference_data
 
-__all__ = ["TemplateInfo", "default_context", "list_templates", "model_contexts", "render_template"]
+__all__ = ["TemplateInfo", "default_context", "has_context", "list_templates", "model_contexts", "render_template"]
 
 _HEADER = re.compile(r"\A\s*\{#-?(?P<text>.*?)-?#\}\n?", re.DOTALL)
 _FIELD = re.compile(r"(?P<key>[a-z][a-z_ -]*):(?:\s+(?P<value>.*))?$")
@@ -103,8 +103,13 @@ def _load(file: str) -> str | None:
     return None
 
 
+def has_context(name: str) -> bool:
+    """True when example values of the template are known."""
+    return name in reference_data("template_contexts")["templates"]
+
+
 def default_context(name: str) -> dict[str, Any]:
-    """The values of a common model, from `references/template_contexts.yaml`. Raises KeyError."""
+    """The values of a common model, from `references/template_contexts.yaml`. Raises KeyError for no entry."""
     return dict(reference_data("template_contexts")["templates"][name]["context"])
 
 
@@ -146,7 +151,10 @@ def _from_manifest(manifest: Manifest, group: Group) -> dict[str, Any]:
         "window": window if sliding else None,
         "attn_type": attn_type,
         "sinks": "self.sinks" if group.sinks else None,
+        "rope_op_version": target.kv_rmsnorm_rope_version,
     }
+    if manifest.overrides.mla_cache == "nd":
+        values["fused"] = None
     if caches:
         values |= {"caches": caches, "kv_heads": group.caches[0].num_head}
     if len(caches) == 2:
