@@ -71,6 +71,10 @@ try:
     torch_npu.npu_no_such_operator
 except AttributeError as error:
     out["unknown"] = str(error)
+try:
+    torch_npu.npu_moe_finalize_routing_v9
+except AttributeError as error:
+    out["unknown"] += str(error)
 print(json.dumps(out))
 """
 
@@ -262,6 +266,28 @@ print(torch_npu.npu_kv_rmsnorm_rope_cache)
 """
     lines = run(text).splitlines()
     assert "torch_npu 2.6.0 has no 'npu_fused_infer_attention_score_v2'" in lines[0] and len(lines) == 3
+
+
+CUDA = """
+import sys
+from kvskill.verifier.backend import OpContext, install
+install(sys.argv[1], context=OpContext())
+import torch
+try:
+    torch.zeros(1, device="cuda")
+    raise SystemExit("cuda was served without transfer_to_npu")
+except (RuntimeError, AssertionError):
+    pass
+from torch_npu.contrib import transfer_to_npu
+x = torch.ones(2)
+print(torch.zeros(1, device="cuda:0").device, x.cuda() is x, torch.nn.Linear(1, 1).cuda().weight.device,
+      torch.cuda.is_available())
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cuda_is_served_only_after_transfer_to_npu(run, kind):
+    assert run(CUDA, kind).splitlines()[-1] == "cpu True cpu True"
 
 
 def test_environment_is_left_for_grandchildren(run):

@@ -279,9 +279,11 @@ CASES = {
         (V2, c(OLD), paged(), paged(blocks=3, block_table=torch.tensor([[1, 2, 0], [1, 2, 0]], dtype=I32)))
     ],
     "fa-mode": [
-        (V2, c(), tnd(), tnd(sparse_mode=2)), (V2, c(), dense(), dense(sparse_mode=5)), (V2, c(), mla(), mla(
-            sparse_mode=4, atten_mask=MASK)), (V2, c(), mla("BSND", tokens=1), mla("BSND", tokens=1, sparse_mode=3,
-            atten_mask=MASK)), (V2, c(), mla("BSND", tokens=2, sparse_mode=3, atten_mask=MASK), mla("BSND", tokens=2)),
+        (V2, c(), tnd(), tnd(sparse_mode=2)), (V2, c(), dense(), dense(sparse_mode=5)),
+        (V2, c(), mla(sparse_mode=4, atten_mask=MASK), mla(sparse_mode=1, atten_mask=MASK)),
+        (V2, c(OLD), mla(), mla(sparse_mode=4, atten_mask=MASK)),
+        (V2, c(OLD), mla("BSND", tokens=1), mla("BSND", tokens=1, sparse_mode=3, atten_mask=MASK)),
+        (V2, c(OLD), mla("BSND", tokens=2, sparse_mode=3, atten_mask=MASK), mla("BSND", tokens=2)),
     ],
     "fa-mask-needed": [
         (V2, c(), tnd(), tnd(atten_mask=None)), (V2, c(), dense(), dense(sparse_mode=1, atten_mask=None)),
@@ -336,8 +338,9 @@ CASES = {
          mla("BSND", heads=64, tokens=1, sparse_mode=4, pre_tokens=64, next_tokens=0, atten_mask=MASK)),
     ],
     "fa-mla-paged": [
-        (V2, c(), mla(), mla("BSND", tokens=1, key=z(2, 20, 1, 512), value=z(2, 20, 1, 512), key_rope=z(2, 20, 1, 64),
-                             block_table=None, block_size=0))
+        (V2, profile, mla(), mla("BSND", tokens=1, key=z(2, 20, 1, 512), value=z(2, 20, 1, 512),
+                                 key_rope=z(2, 20, 1, 64), block_table=None, block_size=0))
+        for profile in (c(OLD), c())
     ],
     "fa-mla-queries": [
         (V2, c(OLD), mla(sparse_mode=3, atten_mask=MASK, tokens=16, actual_seq_kvlen=[20, 20]),

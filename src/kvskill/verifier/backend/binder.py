@@ -38,13 +38,13 @@ def implementation(schema: Any, kernel: Kernel) -> Callable[..., Any]:
         if record is not None:
             note_call(record)
         try:
-            if current().enforce:
-                check_call(op, bound, current())
-            for name, value in bound.items():
-                if name not in kernel.models and name not in kernel.neutral and not _same(value, defaults[name]):
-                    raise UnmodelledCall(op, f"argument {name}={_short(value)}")
-            # no modes inside: the kernel computes on CPU tensors, mapped devices or not
+            # no modes inside: rules and kernels work on CPU tensors, mapped devices or not
             with torch.no_grad(), torch._C.DisableTorchFunction():
+                if current().enforce:
+                    check_call(op, bound, current())
+                for name, value in bound.items():
+                    if name not in kernel.models and name not in kernel.neutral and not _same(value, defaults[name]):
+                        raise UnmodelledCall(op, f"argument {name}={_short(value)}")
                 result = kernel.fn(**{k: v for k, v in bound.items() if k in kernel.models})
         except Exception as error:
             if record is not None:

@@ -12,15 +12,24 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device as torch_device
 
-__all__ = ["NpuOnCpu", "install_device_map", "to_cpu"]
+__all__ = ["NpuOnCpu", "install_device_map", "map_cuda", "to_cpu"]
+
+_served = {"npu", "privateuseone"}  # device types that the CPU stands for
 
 def to_cpu(device: Any) -> Any:
-    """`cpu` for any spelling of an npu device, everything else unchanged."""
+    """`cpu` for any spelling of a served device, everything else unchanged."""
     if isinstance(device, torch.device):
-        return torch.device("cpu") if device.type in ("npu", "privateuseone") else device
-    if isinstance(device, str) and (device == "npu" or device.startswith("npu:")):
+        return torch.device("cpu") if device.type in _served else device
+    if isinstance(device, str) and device.partition(":")[0] in _served:
         return "cpu"
     return device
+
+
+def map_cuda() -> None:
+    """Serve cuda devices as well, as `torch_npu.contrib.transfer_to_npu` does."""
+    _served.add("cuda")
+    torch.Tensor.cuda = torch.Tensor.npu
+    torch.nn.Module.cuda = torch.nn.Module.npu
 
 
 class NpuOnCpu(TorchFunctionMode):  # type: ignore[misc]

@@ -103,6 +103,7 @@ def _queries() -> dict[str, Any]:
         "manual_seed": _seed,
         "manual_seed_all": _seed,
         "init": _nothing(),
+        "set_compile_mode": _nothing(),
         "_lazy_init": _nothing(),
         "_is_in_bad_fork": lambda: False,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],

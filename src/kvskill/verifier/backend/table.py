@@ -23,6 +23,7 @@ def install_backend(release: str | None) -> dict[str, Any]:
     from kvskill.verifier.backend.library import define_operators
     from kvskill.verifier.backend.standin_npu import npu_module, torch_npu_module
     from kvskill.verifier.backend.standin_torchair import leave_uncompiled, torchair_modules
+    from kvskill.verifier.backend.standin_transfer import serve_transfer
 
     table = load_table()
     chosen = release or table.newest_for_torch(torch.__version__)
@@ -38,5 +39,6 @@ def install_backend(release: str | None) -> dict[str, Any]:
     sys.modules.update({"torch_npu": module, "torch_npu.npu": npu, "torch_npu.profiler": module.profiler})
     sys.modules.update(torchair_modules())
     leave_uncompiled()
+    serve_transfer()
     install_device_map()
     return {"torch": torch.__version__, "torch_npu": chosen}

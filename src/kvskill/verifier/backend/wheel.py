@@ -34,6 +34,7 @@ def install_backend(release: str | None) -> dict[str, Any]:
     from kvskill.verifier.backend.library import implement_operators
     from kvskill.verifier.backend.standin_npu import serve_queries
     from kvskill.verifier.backend.standin_torchair import leave_uncompiled, torchair_modules
+    from kvskill.verifier.backend.standin_transfer import serve_transfer
 
     load_stubs(build_stubs(Path(str(dist.locate_file("torch_npu"))), dist.version))
     module_to = torch.nn.Module.to
@@ -48,5 +49,6 @@ def install_backend(release: str | None) -> dict[str, Any]:
     implement_operators()
     sys.modules.update(torchair_modules())
     leave_uncompiled()
+    serve_transfer()
     install_device_map()
     return {"torch": torch.__version__, "torch_npu": dist.version}

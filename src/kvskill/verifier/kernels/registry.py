@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 __all__ = ["KERNELS", "Kernel", "kernel", "load_kernels"]
 
 _MODULES = (
-    "activation", "cache_write", "fa.fusion", "fa.ops", "formats", "kv_norm_rope", "matmul", "mla_prolog", "moe_dispatch",
+    "activation", "cache_write", "fa.fusion", "fa.ops",
+    "formats", "kv_norm_rope", "matmul", "mla_prolog", "moe_dispatch",
     "moe_gating", "moe_routing", "norms", "quant", "rotary", "softmax",
 )  # fmt: skip
 

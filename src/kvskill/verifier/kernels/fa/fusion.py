@@ -57,8 +57,10 @@ def fusion_attention(
         q, k, v, kv_heads = query, key, value, key.shape[1]
         q_len, kv_len = list(actual_seq_qlen), list(actual_seq_kvlen)
     else:
-        wide = input_layout in ("BSH", "SBH")
-        kv_heads = key.shape[-1] * head_num // query.shape[-1] if wide else key.shape[1 if input_layout == "BNSD" else 2]
+        if input_layout in ("BSH", "SBH"):
+            kv_heads = key.shape[-1] * head_num // query.shape[-1]
+        else:
+            kv_heads = key.shape[1 if input_layout == "BNSD" else 2]
         rows = [_bsnd(x, input_layout, n) for x, n in ((query, head_num), (key, kv_heads), (value, kv_heads))]
         batch, s_q, s_kv = rows[0].shape[0], rows[0].shape[1], rows[1].shape[1]
         q, k, v = (x.flatten(0, 1) for x in rows)
