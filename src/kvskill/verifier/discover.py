@@ -86,7 +86,8 @@ def _resolve(root: Path, folder: Path) -> ModelUnderTest:
     manifest_path = folder / MANIFEST_NAME
     manifest = load_manifest(manifest_path, str(manifest_path.relative_to(root))) if manifest_path.is_file() else None
     sources = [read_source(p, str(p.relative_to(root))) for p in _python_files(folder)]
-    entries = [e for e in _registry(root) if any(m.startswith(_dotted(root, folder) + ".") for m, _ in e[1])]
+    entries = [e for e in _registry(root) if e[1][0][0].startswith(_dotted(root, folder) + ".")]
+    entries.sort(key=lambda e: e[0].replace("-", "_") != folder.name)  # the key of the folder's own name first
     causal = config = mtp = None
     registered = None
     if manifest is not None and manifest.model.causal_lm:

@@ -110,6 +110,8 @@ def _backend_notes(report: VerifyReport, paged: Outcome) -> None:
     if paged.result.get("idle_draft_rules"):
         names = ", ".join(paged.result["idle_draft_rules"])
         report.notes.append(f"not checked, as idle rows with drafts break it by design: {names}")
+    if paged.result.get("named_weights"):
+        report.notes.append("no HF checkpoint: weights were set by parameter name, load_weights was not exercised")
     served = paged.result.get("groups_served")
     if served:
         report.notes.append(f"one-process group served at world size 1: {', '.join(served)}")

@@ -186,7 +186,9 @@ def shrink(base: BaseConfig, model: ModelUnderTest, tp: int = 1, mtp: bool = Fal
         for k in before
         if k in inner and inner[k] != before[k] and not isinstance(inner[k], list)
     )
-    return SmallConfig(values, window, int(inner.get("num_hidden_layers", 0)), changes, tuple(notes))
+    return SmallConfig(
+        values, window, int(inner.get("num_hidden_layers", inner.get("num_layers", 0))), changes, tuple(notes)
+    )
 
 
 def _short(value: Any) -> str:
@@ -195,7 +197,7 @@ def _short(value: Any) -> str:
 
 
 def _shrink_depth(c: dict[str, Any], model: ModelUnderTest) -> None:
-    total = int(c.get("num_hidden_layers", c.get("n_layer", 2)))
+    total = int(c.get("num_hidden_layers", c.get("n_layer", c.get("num_layers", 2))))
     lists = {k: v for k, v in c.items() if isinstance(v, list) and len(v) == total and total > 1}
     keep = 2
     rows = list(zip(*lists.values(), strict=True)) if lists else []
@@ -221,7 +223,10 @@ def _shrink_depth(c: dict[str, Any], model: ModelUnderTest) -> None:
     for key in ("mlp_only_layers", "full_attention_layers", "no_rope_layers"):
         if isinstance(c.get(key), list) and key not in lists:
             c[key] = [i for i in c[key] if isinstance(i, int) and i < keep]
-    c["num_hidden_layers"] = keep
+    if "num_layers" in c and "num_hidden_layers" not in c:  # HF derives the other from it (two sublayers per layer)
+        c["num_layers"] = keep
+    else:
+        c["num_hidden_layers"] = keep
 
 
 def _shrink_heads(c: dict[str, Any], tp: int) -> None:
@@ -240,6 +245,8 @@ def _shrink_heads(c: dict[str, Any], tp: int) -> None:
     tied = head_dim is None and "kv_lora_rank" not in c
     if tied or (head_dim and head_dim * heads == hidden):
         c["hidden_size"] = (hidden // heads) * small_kv * ratio
+    else:  # a width of its own stays different from heads * head_dim
+        c["hidden_size"] = min(hidden, 192 if head_dim and head_dim * small_kv * ratio == 128 else 128)
     c["num_attention_heads"] = small_kv * ratio
     if c.get("num_key_value_heads") is not None:
         c["num_key_value_heads"] = small_kv if ratio > 1 or kv == heads else kv
@@ -248,10 +255,6 @@ def _shrink_heads(c: dict[str, Any], tp: int) -> None:
 
 
 def _shrink_width(c: dict[str, Any], tp: int) -> None:
-    if c.get("head_dim") and c["head_dim"] * c.get("num_attention_heads", 0) != c.get("hidden_size"):
-        c["hidden_size"] = min(int(c["hidden_size"]), 128)
-    if "kv_lora_rank" in c:
-        c["hidden_size"] = min(int(c["hidden_size"]), 128)
     for key in (
         "intermediate_size",
         "moe_intermediate_size",

@@ -57,6 +57,8 @@ def verify_model(options: VerifyOptions, runner: Runner = run_children) -> Verif
         plan.ckpt.mkdir()
         (plan.ckpt / "config.json").write_text(json.dumps(small.values, indent=1), encoding="utf-8")
         (plan.ckpt / "generation_config.json").write_text("{}", encoding="utf-8")
+        # a checkpoint without tensors: what loaders look for where no oracle makes one
+        (plan.ckpt / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
         report = judge(plan, runner(make_children(plan), options.limits))
         report.seconds = time.monotonic() - start
         return report

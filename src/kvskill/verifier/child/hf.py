@@ -38,7 +38,8 @@ def run_hf(job: dict[str, Any], result: dict[str, Any]) -> None:
         inner = config.get_text_config() if hasattr(config, "get_text_config") else config
         model = _build(AutoModelForCausalLM, config, inner)
     except (KeyError, ValueError) as error:
-        result["unsupported"] = f"transformers {version} does not know this architecture ({error})"
+        reason = " ".join(str(error).split()).split(" Should contain")[0][:160]
+        result["unsupported"] = f"transformers {version} does not build {values['model_type']!r} ({reason})"
         return
     from kvskill.verifier.child.weights import fill
 

@@ -39,6 +39,7 @@ def _wrap(owner: Any, job: dict[str, Any], result: dict[str, Any]) -> None:
         named = dict(self.named_parameters())
         floats = {n: p for n, p in named.items() if p.is_floating_point()}
         if job["weights"] == "named" or original is None:
+            result["named_weights"] = True
             fill_named(floats, seed)
             return set(named)
         with torch.no_grad():
