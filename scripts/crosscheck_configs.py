@@ -48,7 +48,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "hunyuan_vl_text": {"head_dim": 128},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
-    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 8, "n_group": 1, "topk_group": 1},
+    "deepseek_v2": {"moe_intermediate_size": 1408, "num_experts_per_tok": 2, "n_routed_experts": 8, "n_group": 1, "topk_group": 1},
     "deepseek_ocr2_text": {"num_experts_per_tok": 2, "n_routed_experts": 8, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "glm4v_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 24, 24]}},

@@ -77,7 +77,7 @@ def base_geometry(settings: Settings) -> Geometry | None:
         listed = _list_of(settings, "q_heads")
         if not isinstance(listed, list) or not listed:
             return None
-        numbers = settings.whole_list(settings.find("q_heads"), "whole numbers")
+        numbers = settings.counts(settings.find("q_heads"))
         q_heads = Value(max(numbers), Evidence("key", _keys(settings.find("q_heads")), "largest"))
     if factors := settings.info.facts.get("heads", {}).get("q_heads"):
         found = [settings.integer(settings.get(k)) for k in factors]
@@ -134,7 +134,7 @@ def _kv_heads(settings: Settings, q_heads: Value[int], assumed: list[str]) -> Va
         )
     listed = _list_of(settings, "kv_heads")
     if isinstance(listed, list) and listed:
-        numbers = settings.whole_list(settings.find("kv_heads"), "whole numbers")
+        numbers = settings.counts(settings.find("kv_heads"))
         return Value(max(numbers), Evidence("key", _keys(settings.find("kv_heads")), "largest"))
     found = settings.integer(settings.find("kv_heads"))
     multi = settings.flag("multi_query")
@@ -172,7 +172,7 @@ def _kv_heads(settings: Settings, q_heads: Value[int], assumed: list[str]) -> Va
 
 
 def _head_dim(settings: Settings, hidden: Value[int] | None, q_heads: Value[int]) -> Value[int]:
-    if settings.info.facts.get("heads", {}).get("head_dim") == "double" and hidden:
+    if settings.info.facts.get("heads", {}).get("head_dim") == "double" and hidden and hidden.value >= q_heads.value:
         how = "the class uses 2 * hidden_size // heads"
         return Value(2 * hidden.value // q_heads.value, Evidence("class-fact", hidden.evidence.keys, how))
     found = settings.integer(settings.find("head_dim"))

@@ -36,6 +36,7 @@ def locate(config: Mapping[str, Any], shown: str) -> Located:
     top = class_info(model_type)
     _check_types(config, top, shown)
     path, tree = _nested(config, top)
+    _check_architectures(tree, shown, path)
     flat = _describes(config)
     if not path:
         info = class_info(top.text[1]) if top.text else _by_architecture(top, config)
@@ -96,9 +97,14 @@ def _check_types(config: Mapping[str, Any], top: ClassInfo, shown: str) -> None:
     for key in (*keys, "quantization_config"):
         if config.get(key) is not None and not isinstance(config[key], Mapping):
             raise invalid("KV049", shown, f"{key} is {config[key]!r:.40}, not an object.", "Give an object.")
-    names = config.get("architectures")
+    _check_architectures(config, shown, "")
+
+
+def _check_architectures(tree: Mapping[str, Any], shown: str, path: str) -> None:
+    names = tree.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(x, str) for x in names)):
-        raise invalid("KV049", shown, f"architectures is {names!r:.40}, not a list of names.", "Give a list of names.")
+        key = f"{path}.architectures" if path else "architectures"
+        raise invalid("KV049", shown, f"{key} is {names!r:.40}, not a list of names.", "Give a list of names.")
 
 
 def _nothing(config: Mapping[str, Any], shown: str, model_type: str | None) -> Exception:

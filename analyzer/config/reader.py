@@ -144,6 +144,16 @@ class Settings:
         shown = shown if len(shown) <= 40 else shown[:37] + "..."
         return invalid("KV049", self.shown, f"{key} is {shown}, not {wanted}.", f"Give {wanted}.")
 
+    def counts(self, found: Value[Any] | None) -> list[int]:
+        """A list of positive whole numbers."""
+        values = self.whole_list(found, "whole numbers")
+        if any(v < 1 for v in values):
+            key = found.evidence.keys[0] if found else "value"
+            raise invalid(
+                "KV050", self.shown, f"{key} has the entry {min(values)}, below 1.", "Give the model's own value."
+            )
+        return values
+
     def whole_list(self, found: Value[Any] | None, what: str) -> list[int]:
         """A list of whole numbers."""
         if found is None:
