@@ -15,6 +15,7 @@ from kvskill.analyzer.modeling.facts import ModelFacts
 from kvskill.analyzer.progress import ProgressFacts, find_progress, read_facts, read_progress_text
 from kvskill.analyzer.request import AnalyzeRequest
 from kvskill.analyzer.resolve import ConfigSource, Place, find_config, find_model, shown_path
+from kvskill.analyzer.runner.reader import standalone_facts
 from kvskill.analyzer.selection.code import CodeView
 from kvskill.analyzer.selection.deployment import Deployment, decide_deployment, find_runners, prompt_mode
 from kvskill.analyzer.selection.effective import effective
@@ -103,6 +104,8 @@ def understand_model(base: Gathered) -> Understood:
         facts = understand(values, shown=source.shown, side=side, notes=notes)
     flat = _flat(values, facts)
     modeling = base.code.facts(flat)
+    if base.deployment.decision.value == "standalone" and modeling.state in ("none", "legacy"):
+        modeling = standalone_facts(base.code, flat)
     code = view_of(base.code, modeling)
     facts, found = effective(facts, code)
     return Understood(flat, facts, code, found, modeling)

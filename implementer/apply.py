@@ -16,6 +16,8 @@ from kvskill.diagnostics import Diagnostic, ExitCode, InputError, KvskillError, 
 from kvskill.implementer.edits import EditConflict
 from kvskill.implementer.plan import Plan, build_plan
 from kvskill.implementer.postcheck import postcheck
+from kvskill.implementer.standalone.plan import build_standalone_plan
+from kvskill.implementer.standalone.postcheck import postcheck_standalone
 from kvskill.implementer.writer import dirty_files, read_journal, write_all
 from kvskill.manifest import MANIFEST_NAME, Manifest, load_manifest
 
@@ -73,11 +75,12 @@ def apply(request: ApplyRequest) -> Applied:
     _check_inputs(place, manifest)
     if manifest.blocking:
         raise Refusal(_from_manual(manifest))
-    plan = build_plan(facts, manifest)
+    standalone = manifest.deployment.value == "standalone"
+    plan = build_standalone_plan(facts, manifest, config) if standalone else build_plan(facts, manifest)
     if plan.blocking:
         raise Refusal(plan.blocking)
     changes = _changes(plan, facts)
-    problems = postcheck(plan, facts, config)
+    problems = (postcheck_standalone if standalone else postcheck)(plan, facts, config)
     if problems:
         raise Refusal(problems)
     findings = tuple(f for f in plan.findings if f.severity is not Severity.BLOCKING)

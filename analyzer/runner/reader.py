@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from kvskill.analyzer.modeling.facts import AttentionFacts, CacheDecl, ModelFacts
 from kvskill.analyzer.modeling.program import Program
@@ -14,11 +15,23 @@ from kvskill.analyzer.modeling.seam import RepRun, SeamError, find_seam, rep_run
 from kvskill.analyzer.modeling.settings import settings_of
 from kvskill.analyzer.modeling.values import ClassVal, Instance, Tensor, Value
 from kvskill.analyzer.modeling.window import find_window
+from kvskill.analyzer.runner.files import folder_files
 from kvskill.analyzer.runner.walkrun import run_standalone
 from kvskill.diagnostics import Diagnostic, Severity, Span
 from kvskill.source import SourceFile
 
-__all__ = ["read_standalone"]
+if TYPE_CHECKING:
+    from kvskill.analyzer.code_reader import Code
+
+__all__ = ["read_standalone", "standalone_facts"]
+
+
+def standalone_facts(code: Code, config: Mapping[str, Any]) -> ModelFacts:
+    """Facts of an opened model folder; the files of the runner stand beside those of the model in `program.files`."""
+    facts = read_standalone(code.program, config, entry=code.entry, shown=code.place.folder)
+    runners = {f.shown: f for f in folder_files(code.place.model_dir, code.place.root)}
+    program = Program({**runners, **code.program.files}, code.program.modules)
+    return replace(facts, program=program)
 
 
 def read_standalone(

@@ -12,14 +12,14 @@ from kvskill.implementer.textops import names_read, remove_statements, replace_e
 __all__ = ["settle_names", "sweep", "write_removals"]
 
 
-def sweep(ctx: Context) -> None:
-    """Mark dead statements and drop dead parameters until nothing changes."""
+def sweep(ctx: Context, *, parameters: bool = True) -> None:
+    """Mark dead statements and drop dead parameters (`parameters`) until nothing changes."""
     dropped: set[tuple[int, str]] = set()
     for _ in range(30):
         changed = False
         for key in list(ctx.functions):
             changed |= _dead_statements(ctx, ctx.functions[key])
-        for key in list(ctx.functions):
+        for key in list(ctx.functions) if parameters else ():
             changed |= _dead_parameters(ctx, ctx.functions[key], dropped)
         if not changed:
             return

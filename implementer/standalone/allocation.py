@@ -1,0 +1,262 @@
+"""Where the contiguous caches are allocated, and the edits that allocate blocks there."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvskill.analyzer.runner.files import Function, functions, leaf, own_name
+from kvskill.implementer.framework.context import Context
+from kvskill.implementer.textops import block_of, insert_before, remove_statements, replace_expr
+from kvskill.source import SourceFile
+
+__all__ = ["Allocation", "convert_allocation", "find_allocations"]
+
+_NEW = ("zeros", "empty", "ones", "full")
+_LIKE = ("zeros_like", "empty_like", "ones_like")
+
+
+@dataclass(frozen=True, eq=False)
+class Allocation:
+    """A function that builds one (k, v) pair for each layer in a loop."""
+
+    inside: Function
+    loop: ast.For
+    calls: tuple[ast.Call, ...]  # torch.zeros and the like, K first; *_like calls are not among them
+
+
+def find_allocations(files: Iterable[SourceFile]) -> list[Allocation]:
+    """All functions in which a loop makes two tensors and joins them in a tuple."""
+    out = []
+    for file in files:
+        for func in functions(file):
+            for loop in [n for n in ast.walk(func.node) if isinstance(n, ast.For)]:
+                calls = _pair(loop)
+                if calls:
+                    out.append(Allocation(func, loop, calls))
+    return out
+
+
+def _pair(loop: ast.For) -> tuple[ast.Call, ...]:
+    made: dict[str, ast.Call] = {}
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and leaf(node.value.func) in _NEW + _LIKE:
+            for target in node.targets:
+                if (name := own_name(target)) is not None:
+                    made[name] = node.value
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Tuple) and len(node.elts) == 2:
+            calls = [made.get(own_name(e) or "") if not isinstance(e, ast.Call) else e for e in node.elts]
+            found = [c for c in calls if c is not None and leaf(c.func) in _NEW + _LIKE]
+            if len(found) == 2:
+                return tuple(c for c in found if leaf(c.func) in _NEW)
+    return ()
+
+
+def convert_allocation(ctx: Context, alloc: Allocation, config: Mapping[str, Any], cache_class: str) -> bool:
+    """Allocate blocks instead of rows; False when the shape is not certain (then it was refused)."""
+    file, func = alloc.inside.file, alloc.inside.node
+    shape = _shape(func, alloc.calls[0])
+    values = _Values(alloc.inside, config)
+    parts = _parts(shape, values) if shape is not None else None
+    if parts is None or any(ast.dump(a) != ast.dump(b) for a, b in zip(shape or [], _shape(func, alloc.calls[-1]) or [])):
+        ctx.refuse(
+            file,
+            alloc.calls[0],
+            "KV290",
+            "The shape of the cache is not certain to be [batch, length, heads * dim] or one of its four-dim forms.",
+            "Write it with the number of KV heads and the head size as separate factors.",
+        )
+        return False
+    batch, length, heads, dim = (file.segment(p) for p in parts)
+    device = next((file.segment(k.value) for k in alloc.calls[0].keywords if k.arg == "device"), "None")
+    me = func.args.args[0].arg if func.args.args and alloc.inside.owner is not None else None
+    if me is None:
+        ctx.refuse(file, func, "KV290", "The caches are allocated outside a class.", "Allocate them in a method.")
+        return False
+    size = _block_size(alloc.inside, me, ctx.manifest.block_size.value)
+    edits = ctx.edit_set(file)
+    text = (
+        f"# paged cache: blocks of each row, block table and slots are kept here\n"
+        f"paged_block_size = {size}\n"
+        f"{me}.paged_kv = {cache_class}({batch}, {length}, paged_block_size, {device})\n"
+        f"paged_shape = {me}.paged_kv.shape({heads}, {dim})\n"
+    )
+    before = _outermost(func, alloc.loop)
+    insert_before(edits, before, text, "block table", ctx.unit(func, file))
+    for call in alloc.calls:
+        new = "paged_shape"
+        args = call.args
+        if len(args) == 1:
+            replace_expr(edits, args[0], new, "blocks instead of rows")
+        else:
+            start, end = file.byte_range(args[0])[0], file.byte_range(args[-1])[1]
+            edits.add(start, end, new, "blocks instead of rows")
+    _drop_unread(ctx, alloc)
+    return True
+
+
+def _drop_unread(ctx: Context, alloc: Allocation) -> None:
+    """Assignments of the old shape that only the replaced arguments read."""
+    file, func = alloc.inside.file, alloc.inside.node
+    args = {id(n) for c in alloc.calls for a in c.args for n in ast.walk(a)}
+    inside = {n.id for c in alloc.calls for a in c.args for n in ast.walk(a) if isinstance(n, ast.Name)}
+    gone: set[ast.stmt] = set()
+    for name in inside:
+        reads = [
+            n
+            for n in ast.walk(func)
+            if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load) and id(n) not in args
+        ]
+        sets = [s for s in ast.walk(func) if isinstance(s, ast.Assign) and any(own_name(t) == name for t in s.targets)]
+        if not reads and len(sets) == 1 and len(sets[0].targets) == 1 and _plain(sets[0].value):
+            # batch and length are still read: by the block table
+            kept = {ast.dump(p) for p in (_shape(func, alloc.calls[0]) or [])[:2]}
+            if ast.dump(ast.Name(name, ast.Load())) not in kept:
+                gone.add(sets[0])
+    if gone:
+        remove_statements(ctx.edit_set(file), func, gone, "the old shape")
+
+
+def _plain(node: ast.expr) -> bool:
+    """Only names, attributes, numbers, arithmetic and max or min."""
+    return all(leaf(n.func) in ("max", "min", "int") for n in ast.walk(node) if isinstance(n, ast.Call))
+
+
+def _outermost(func: ast.FunctionDef, stmt: ast.stmt) -> ast.stmt:
+    block = block_of(func, stmt)
+    return stmt if stmt in block else block[0]
+
+
+def _shape(func: ast.FunctionDef, call: ast.Call) -> list[ast.expr] | None:
+    """The elements of the shape argument, names followed inside the function."""
+    args: list[ast.expr] = list(call.args)
+    if not args:
+        args = [k.value for k in call.keywords if k.arg == "size"]
+    if len(args) == 1 and isinstance(args[0], ast.Name):
+        found = _assigned(func, args[0].id)
+        if len(found) != 1:
+            return None
+        args = [found[0]]
+    if len(args) == 1 and isinstance(args[0], (ast.Tuple, ast.List)):
+        args = list(args[0].elts)
+    return args if len(args) in (3, 4) else None
+
+
+def _assigned(func: ast.AST, name: str) -> list[ast.expr]:
+    return [
+        n.value
+        for n in ast.walk(func)
+        if isinstance(n, ast.Assign) and any(own_name(t) == name for t in n.targets)
+    ]
+
+
+def _parts(
+    shape: list[ast.expr], values: _Values
+) -> tuple[ast.expr, ast.expr, ast.expr, ast.expr] | None:
+    """(batch, length, KV heads, head size) of [B, S, H], [B, S, N, D] or [B, N, S, D]."""
+    if len(shape) == 3:
+        factors = values.factors(shape[2])
+        return (shape[0], shape[1], *factors) if factors is not None else None
+    first, second = values.heads(shape[1]), values.heads(shape[2])
+    if values.dim(shape[3]) and first != second:
+        return (shape[0], shape[2], shape[1], shape[3]) if first else (shape[0], shape[1], shape[2], shape[3])
+    return None
+
+
+class _Values:
+    """Integers of shape expressions, from the config; every parallel size is 1."""
+
+    def __init__(self, inside: Function, config: Mapping[str, Any]) -> None:
+        self.inside, self.config = inside, config
+        heads = config.get("num_attention_heads")
+        self.kv_heads = config.get("num_key_value_heads", heads)
+        self.head_dim = config.get("head_dim")
+        if self.head_dim is None and isinstance(heads, int) and isinstance(config.get("hidden_size"), int):
+            self.head_dim = config["hidden_size"] // heads
+
+    def heads(self, node: ast.expr) -> bool:
+        return self._says(node, "head") and self.value(node) == self.kv_heads and not self._says(node, "head_dim")
+
+    def dim(self, node: ast.expr) -> bool:
+        return self.value(node) == self.head_dim and (self._says(node, "dim") or self._says(node, "size"))
+
+    def factors(self, node: ast.expr) -> tuple[ast.expr, ast.expr] | None:
+        """(heads, dim) of a product."""
+        if isinstance(node, ast.Name):
+            found = _assigned(self.inside.node, node.id)
+            return self.factors(found[0]) if len(found) == 1 else None
+        if own_name(node) is not None and self.inside.owner is not None:
+            found = _assigned(self.inside.owner, own_name(node) or "")
+            return self.factors(found[0]) if len(found) == 1 else None
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            for heads, dim in ((node.left, node.right), (node.right, node.left)):
+                if self.heads(heads) and self.dim(dim):
+                    return heads, dim
+        return None
+
+    def _says(self, node: ast.expr, word: str, depth: int = 0) -> bool:
+        """Does the expression, or what its names stand for, mention a setting with this word?"""
+        for n in ast.walk(node):
+            text = leaf(n) if isinstance(n, (ast.Name, ast.Attribute)) else None
+            if text is None:
+                continue
+            if word in text:
+                return True
+            if depth < 3 and isinstance(n, ast.Name):
+                if any(self._says(v, word, depth + 1) for v in _assigned(self.inside.node, text)):
+                    return True
+        return False
+
+    def value(self, node: ast.expr, depth: int = 0) -> int | None:
+        if depth > 6:
+            return None
+        if isinstance(node, ast.Constant):
+            return node.value if isinstance(node.value, int) else None
+        if isinstance(node, ast.Attribute):
+            own = own_name(node)
+            if own is not None and self.inside.owner is not None:
+                found = _assigned(self.inside.owner, own)
+                if len(found) == 1:
+                    return self.value(found[0], depth + 1)
+            known = self.config.get(node.attr)
+            if isinstance(known, int):
+                return known
+            return 1 if node.attr.endswith("_size") and ("tp" in node.attr or "dp" in node.attr) else None
+        if isinstance(node, ast.Name):
+            found = _assigned(self.inside.node, node.id)
+            return self.value(found[0], depth + 1) if len(found) == 1 else None
+        if isinstance(node, ast.BinOp):
+            a, b = self.value(node.left, depth + 1), self.value(node.right, depth + 1)
+            if a is None or b is None:
+                return None
+            if isinstance(node.op, ast.Mult):
+                return a * b
+            if isinstance(node.op, ast.FloorDiv) and b:
+                return a // b
+            return None
+        if isinstance(node, ast.Call) and leaf(node.func) in ("max", "min", "int"):
+            parts = [self.value(a, depth + 1) for a in node.args]
+            known_parts = [p for p in parts if p is not None]
+            if len(known_parts) != len(parts) or not parts:
+                return None
+            return max(known_parts) if leaf(node.func) == "max" else min(known_parts)
+        if isinstance(node, ast.Call) and leaf(node.func) == "get" and node.args:
+            key = node.args[0]
+            if isinstance(key, ast.Constant) and isinstance(key.value, str) and key.value.endswith("_size"):
+                return 1
+        return None
+
+
+def _block_size(inside: Function, me: str, default: int) -> str:
+    """`pa_block_size` of the runner's settings where the object keeps them."""
+    owner = inside.owner
+    kept = owner is not None and any(
+        isinstance(n, ast.Attribute) and n.attr == "runner_settings" and own_name(n) is not None
+        for n in ast.walk(owner)
+    )
+    if not kept:
+        return str(default)
+    return f'({me}.runner_settings.get("model_config") or {{}}).get("pa_block_size", {default})'

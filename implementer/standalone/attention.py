@@ -1,0 +1,187 @@
+"""The attention of a standalone model: the seam replaced, and the step's metadata threaded down to it."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from kvskill.analyzer.modeling.facts import AttentionFacts, Binding
+from kvskill.analyzer.modeling.values import Const, Frame, Func, Instance, Tensor, Tup, Value
+from kvskill.implementer.framework.calls import add_argument, add_parameter
+from kvskill.implementer.framework.context import Context
+from kvskill.implementer.render import render
+from kvskill.implementer.textops import insert_before
+
+__all__ = ["convert_attention"]
+
+_LOCALS = (
+    "rows query key value key_cache value_cache slots kv_lengths table block_size packed".split()
+)  # fresh names of the template
+
+
+def convert_attention(ctx: Context, facts: AttentionFacts) -> None:
+    """All edits of one attention class."""
+    seam = facts.seam
+    file, func = seam.file, seam.func
+    torch = ctx.module_name(file, "torch")
+    if torch is None:
+        ctx.refuse(file, file.tree, "KV201", "The file does not import torch by name.", "Add `import torch`.")
+        return
+    caches = _cache_exprs(ctx, facts)
+    meta = _thread(ctx, facts)
+    if caches is None or meta is None:
+        return
+    n = {name: ctx.fresh_name(func, f"paged_{name}") for name in _LOCALS}
+    sliding = None
+    if facts.window is not None:
+        sliding = "always" if all(facts.window.per_layer) else "some"
+        if facts.window.attr is None:
+            ctx.refuse(
+                file,
+                facts.cls.node,
+                "KV203",
+                f"The window of {facts.cls.name} is not held by an attribute.",
+                "Keep the window of each layer in an attribute that is None for full layers.",
+            )
+            return
+    rows, cols = _rows(seam.q)
+    extra = seam.extra_targets[0] if len(seam.extra_targets) == 1 else ""
+    context: dict[str, Any] = {
+        "fa_version": ctx.manifest.fa_version.value,
+        "window_rule": ctx.manifest.window_rule.value,
+        "n": n,
+        "rows": rows,
+        "cols": cols,
+        "q": _flat(seam.q, seam.heads_expr, seam.k_dim_expr),
+        "k": _flat(seam.k, seam.kv_heads_expr, seam.k_dim_expr),
+        "v": _flat(seam.v, seam.kv_heads_expr, seam.v_dim_expr),
+        "k_cache": caches[0],
+        "v_cache": caches[1],
+        "meta": meta,
+        "torch": torch,
+        "heads": seam.heads_expr,
+        "kv_heads": seam.kv_heads_expr,
+        "k_dim": seam.k_dim_expr,
+        "v_dim": seam.v_dim_expr,
+        "scale": seam.scale_expr,
+        "sinks": seam.sinks_expr,
+        "sliding": sliding,
+        "window": f"{seam.self_name}.{facts.window.attr}" if facts.window is not None else None,
+        "extra": extra,
+        "out": {"name": seam.out.name},
+        "after": _after(seam.out),
+    }
+    text = render("standalone/attend", **context)
+    insert_before(ctx.edit_set(file), seam.anchor, text, "paged attention", ctx.unit(func, file))
+    ctx.bound_at.setdefault(id(func), []).append((seam.anchor.lineno, {seam.out.name, *filter(None, [extra])}))
+    names = {m.id for e in caches for m in ast.walk(ast.parse(e)) if isinstance(m, ast.Name)}
+    ctx.use_at(func, seam.anchor.lineno, {seam.q.name, seam.k.name, seam.v.name, *names})
+    ctx.use(func, {meta, seam.self_name})
+    by_func: dict[int, tuple[Func, set[ast.stmt]]] = {}
+    for owner, stmt in seam.removed:
+        by_func.setdefault(id(owner.node), (owner, set()))[1].add(stmt)
+    for owner, stmts in by_func.values():
+        ctx.mark_removed(owner, stmts)
+
+
+def _flat(binding: Binding, heads: str, dim: str) -> str:
+    """The binding as [B * S, heads, dim]."""
+    x = binding.name
+    if binding.layout == "BSND":
+        return f"{x}.flatten(0, 1)"
+    if binding.layout == "BNSD":
+        return f"{x}.transpose(1, 2).flatten(0, 1)"
+    return f"{x}.reshape(-1, {heads}, {dim})"
+
+
+def _rows(binding: Binding) -> tuple[str, str]:
+    """Expressions of B and S."""
+    x = binding.name
+    return f"{x}.shape[0]", f"{x}.shape[{2 if binding.layout == 'BNSD' else 1}]"
+
+
+def _after(out: Binding) -> str:
+    """From [B, S, N, D] to what the following code expects."""
+    return {"BSND": "", "BNSD": ".transpose(1, 2)", "BSH": ".flatten(2)"}.get(out.layout, "")
+
+
+def _cache_exprs(ctx: Context, facts: AttentionFacts) -> tuple[str, str] | None:
+    """How the seam's function reaches its K and V cache before the anchor; the same in every run and layer."""
+    seam = facts.seam
+    frames = [f for f in ctx.frames_of(seam.func) if f.self_ is not None]
+    found: list[str] = []
+    for name in (seam.k_cache, seam.v_cache):
+        options: set[str] | None = None
+        for frame in frames:
+            here = _reach(frame, seam.anchor, seam.self_name, name)
+            options = here if options is None else options & here
+        if not options:
+            ctx.refuse(
+                seam.file,
+                seam.anchor,
+                "KV291",
+                f"{facts.cls.name} does not reach its {name.upper()} cache by a plain expression here.",
+                "Take the layer's pair of caches, or all pairs and an attribute `layer_idx`, as arguments.",
+            )
+            return None
+        found.append(min(options, key=lambda e: (len(e), e)))
+    return found[0], found[1]
+
+
+def _reach(frame: Frame, anchor: ast.stmt, me: str, name: str) -> set[str]:
+    out: set[str] = set()
+    inst = frame.self_
+    for var, value in frame.env_before.get(id(anchor), {}).items():
+        if _is(value, inst, name):
+            out.add(var)
+        if not isinstance(value, Tup):
+            continue
+        for i, item in enumerate(value.items):
+            if _is(item, inst, name):
+                out.add(f"{var}[{i}]")
+            if not isinstance(item, Tup):
+                continue
+            for j, inner in enumerate(item.items):
+                if _is(inner, inst, name) and isinstance(inst, Instance):
+                    out |= {f"{var}[{me}.{a}][{j}]" for a, v in inst.attrs.items() if v == Const(i)}
+    return out
+
+
+def _is(value: Value, inst: Value | None, name: str) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.op == "cache"
+        and value.attrs.get("name") == name
+        and value.attrs.get("owner") is inst
+    )
+
+
+def _thread(ctx: Context, facts: AttentionFacts) -> str | None:
+    """Add a `forward_metadata` parameter from the entry's forward down to the seam; returns its name there."""
+    seam = facts.seam
+    name = "forward_metadata"
+    for frame in ctx.frames_of(seam.func):
+        current: Frame | None = frame
+        while current is not None:
+            func = current.func
+            if not isinstance(func, ast.FunctionDef):
+                return None
+            taken = {a.arg for a in [*func.args.posonlyargs, *func.args.args, *func.args.kwonlyargs]}
+            if name not in taken:
+                add_parameter(ctx, current.file, func, name)
+            ctx.use(func, {name})
+            parent, call = current.parent, current.call
+            if parent is not None and isinstance(call, ast.Call):
+                if not any(k.arg == name for k in call.keywords):
+                    add_argument(ctx, parent.file, call, name, name)
+            elif parent is not None:
+                ctx.refuse(
+                    parent.file,
+                    current.call or func,
+                    "KV211",
+                    "The forward metadata does not reach the attention.",
+                    "Call the layer directly.",
+                )
+                return None
+            current = parent
+    return name

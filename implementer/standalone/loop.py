@@ -1,0 +1,212 @@
+"""The generation loop of a runner that calls its model directly: positions, lengths and the last token by row.
+
+Padded batches used to be handled as if every row were full. The metadata of a step knows the real tokens, so the
+positions, the column of the last prompt token and the lengths come from it.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+from kvskill.analyzer.runner.files import Function, functions, leaf, own_name
+from kvskill.analyzer.runner.walkrun import CACHES
+from kvskill.implementer.framework.context import Context
+from kvskill.implementer.textops import insert_before, remove_statements, replace_statement, statements
+from kvskill.source import SourceFile
+
+__all__ = ["Loop", "convert_loop", "find_loops"]
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A function with a prefill call and a decode call of the model."""
+
+    inside: Function
+    prefill: ast.Call
+    decode: ast.Call
+
+
+def find_loops(file: SourceFile, owner: ast.ClassDef | None) -> tuple[list[Loop], list[ast.Call]]:
+    """Loops of the class, and model calls that are in none."""
+    loops, left = [], []
+    for func in functions(file):
+        if func.owner is not owner:
+            continue
+        calls = [n for n in ast.walk(func.node) if isinstance(n, ast.Call) and _is_model_call(n)]
+        calls.sort(key=lambda c: c.lineno)
+        first = [c for c in calls if _phase(c) is True]
+        later = [c for c in calls if _phase(c) is False]
+        if len(first) == 1 and len(later) == 1 and len(calls) == 2:
+            loops.append(Loop(func, first[0], later[0]))
+        else:
+            left.extend(calls)
+    return loops, left
+
+
+def _is_model_call(node: ast.Call) -> bool:
+    return any(k.arg in CACHES for k in node.keywords) and any(k.arg == "input_ids" for k in node.keywords)
+
+
+def _phase(node: ast.Call) -> bool | None:
+    value = _keyword(node, "is_prefill")
+    return value.value if isinstance(value, ast.Constant) and isinstance(value.value, bool) else None
+
+
+def _keyword(node: ast.Call, name: str) -> ast.expr | None:
+    return next((k.value for k in node.keywords if k.arg == name), None)
+
+
+def convert_loop(ctx: Context, loop: Loop, me: str) -> bool:
+    """All edits of one loop; False when a part of it was refused."""
+    node, file = loop.inside.node, loop.inside.file
+    mask = _mask(node)
+    if mask is None:
+        _refuse(ctx, file, node, "the tokenizer's result is not bound to one name before prefill")
+        return False
+    lengths, positions = _keyword(loop.decode, "kv_len"), _keyword(loop.decode, "position_ids")
+    first_positions = _keyword(loop.prefill, "position_ids")
+    if not isinstance(lengths, ast.Name) or not isinstance(positions, ast.Name):
+        _refuse(ctx, file, loop.decode, "the decode call does not pass kv_len and position_ids by name")
+        return False
+    if not isinstance(first_positions, ast.Name):
+        _refuse(ctx, file, loop.prefill, "the prefill call does not pass position_ids by name")
+        return False
+    decode_loop = _around(node, loop.decode)
+    picks = _picks(node, loop)
+    if decode_loop is None or picks is None:
+        what = "decode is not in a loop" if decode_loop is None else "the next token is not taken from `[:, -1]`"
+        _refuse(ctx, file, loop.decode if decode_loop is None else loop.prefill, what)
+        return False
+    meta = ctx.fresh_name(node, "forward_metadata")
+    unit = ctx.unit(node, file)
+    edits = ctx.edit_set(file)
+    # prefill
+    step = f"{meta} = {me}.paged_kv.prefill({mask})\n{first_positions.id} = {meta}.position_ids\n"
+    call_stmt = _statement(node, loop.prefill)
+    old = [s for s in _assigns(node, first_positions.id) if s.lineno < call_stmt.lineno]
+    _put(ctx, file, node, old, call_stmt, step, unit)
+    # decode
+    step = (
+        f"{lengths.id} = {meta}.kv_len  # tokens in the cache, by row\n"
+        f"{meta} = {me}.paged_kv.decode({lengths.id})\n"
+        f"{positions.id} = {meta}.position_ids\n"
+    )
+    call_stmt = _statement(node, loop.decode)
+    inside = [s for s in statements(decode_loop.body)]
+    old = [s for n in (lengths.id, positions.id) for s in _assigns(node, n) if s in inside]
+    _put(ctx, file, node, sorted(old, key=lambda s: s.lineno), call_stmt, step, unit)
+    for call in (loop.prefill, loop.decode):
+        end = file.byte_range(call.keywords[-1].value)[1]
+        start = file.byte_range(call.keywords[-1])[0]
+        line = max(s for s in file.line_starts if s <= start)
+        lead = file.raw[line:start].decode()
+        gap = ",\n" + lead if not lead.strip() else ", "
+        edits.add(end, end, f"{gap}forward_metadata={meta}", "hand the metadata on")
+    for pick in picks:
+        start, end = file.byte_range(pick)
+        edits.add(start, end, f"{meta}.last_token({file.segment(pick.value)})", "each row's last real token")
+    return True
+
+
+def _refuse(ctx: Context, file: SourceFile, node: ast.AST, what: str) -> None:
+    ctx.refuse(
+        file,
+        node,
+        "KV290",
+        f"The generation loop is not understood: {what}.",
+        "Write it as tokenizer call, one prefill call, and a loop with one decode call.",
+    )
+
+
+def _mask(node: ast.FunctionDef) -> str | None:
+    """`<tokenizer result>.attention_mask`: the only name bound from a call of a tokenizer."""
+    names = []
+    for n in ast.walk(node):
+        if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name):
+            for c in ast.walk(n.value):
+                if not isinstance(c, ast.Call):
+                    continue
+                if "tokenizer" in (leaf(c.func) or "") or (
+                    isinstance(c.func, ast.Attribute)
+                    and c.func.attr in ("apply_chat_template", "batch_encode_plus")
+                    and "tokenizer" in (leaf(c.func.value) or "")
+                ):
+                    names.append(n.targets[0].id)
+                    break
+    return f"{names[0]}.attention_mask" if len(set(names)) == 1 else None
+
+
+def _around(node: ast.FunctionDef, call: ast.Call) -> ast.For | ast.While | None:
+    for n in ast.walk(node):
+        if isinstance(n, (ast.For, ast.While)) and any(c is call for s in n.body for c in ast.walk(s)):
+            return n
+    return None
+
+
+def _statement(node: ast.FunctionDef, call: ast.Call) -> ast.stmt:
+    """The innermost statement that holds the call."""
+    found = [s for s in statements(node.body) if any(n is call for n in ast.walk(s))]
+    return found[-1]
+
+
+def _assigns(node: ast.FunctionDef, name: str) -> list[ast.stmt]:
+    """Statements that bind nothing but this name."""
+    out: list[ast.stmt] = []
+    for s in statements(node.body):
+        if isinstance(s, ast.Assign) and len(s.targets) == 1 and own_name(s.targets[0]) == name:
+            out.append(s)
+        elif isinstance(s, ast.AugAssign) and isinstance(s.target, ast.Name) and s.target.id == name:
+            out.append(s)
+    return out
+
+
+def _put(
+    ctx: Context,
+    file: SourceFile,
+    node: ast.FunctionDef,
+    old: list[ast.stmt],
+    call_stmt: ast.stmt,
+    text: str,
+    unit: str,
+) -> None:
+    """Replace the old assignments by the step; it stands where the last of them was, before the clock starts."""
+    edits = ctx.edit_set(file)
+    ahead = [s for s in old if s.lineno < call_stmt.lineno and s.col_offset == call_stmt.col_offset]
+    rest = set(old) - set(ahead[-1:])
+    if ahead:
+        replace_statement(edits, ahead[-1], text, "positions and lengths by row", unit)
+    else:
+        insert_before(edits, call_stmt, text, "positions and lengths by row", unit)
+    if rest:
+        remove_statements(edits, node, rest, "lengths come from the metadata")
+
+
+def _picks(node: ast.FunctionDef, loop: Loop) -> list[ast.Subscript] | None:
+    """`logits[:, -1]` between the prefill call and the decode call."""
+    found = [
+        n
+        for n in ast.walk(node)
+        if isinstance(n, ast.Subscript)
+        and loop.prefill.lineno < n.lineno < loop.decode.lineno
+        and _last_column(n.slice)
+    ]
+    return found or None
+
+
+def _last_column(index: ast.expr) -> bool:
+    if not isinstance(index, ast.Tuple) or len(index.elts) not in (2, 3):
+        return False
+    first, second = index.elts[:2]
+    if not isinstance(first, ast.Slice) or first.lower or first.upper:
+        return False
+    if len(index.elts) == 3:
+        third = index.elts[2]
+        if not isinstance(third, ast.Slice) or third.lower or third.upper:
+            return False
+    return (
+        isinstance(second, ast.UnaryOp)
+        and isinstance(second.op, ast.USub)
+        and isinstance(second.operand, ast.Constant)
+        and second.operand.value == 1
+    )

@@ -1,0 +1,231 @@
+"""The plan of a standalone conversion: mode one (contiguous pairs) to mode two (paged by hand)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from typing import Any
+
+from kvskill.analyzer.modeling.dims import Dim
+from kvskill.analyzer.modeling.facts import ModelFacts
+from kvskill.analyzer.modeling.trace import ancestors
+from kvskill.analyzer.modeling.values import Tensor
+from kvskill.analyzer.runner.files import functions, leaf
+from kvskill.analyzer.runner.walkrun import CACHES
+from kvskill.diagnostics import Diagnostic, Severity, Span
+from kvskill.implementer.framework.context import Context
+from kvskill.implementer.framework.calls import write_additions
+from kvskill.implementer.framework.deadcode import settle_names, sweep, write_removals
+from kvskill.implementer.plan import Plan
+from kvskill.implementer.standalone.allocation import Allocation, convert_allocation, find_allocations
+from kvskill.implementer.standalone.attention import convert_attention
+from kvskill.implementer.standalone.helpers import helper_names, insert_helpers
+from kvskill.implementer.standalone.loop import convert_loop, find_loops
+from kvskill.implementer.standalone.prepare import convert_prepare, find_prepare
+from kvskill.manifest import Manifest
+
+__all__ = ["build_standalone_plan"]
+
+
+def build_standalone_plan(facts: ModelFacts, manifest: Manifest, config: Mapping[str, Any]) -> Plan:
+    """Edits of modeling file and runner; with a blocking finding nothing may be written."""
+    ctx = Context(facts, manifest)
+    blocking = [f for f in facts.findings if f.severity is Severity.BLOCKING]
+    if blocking or not facts.attentions:
+        return Plan({}, tuple(blocking) or (_nothing(facts),))
+    for group in manifest.groups:
+        if group.prefill is not None and group.prefill.layout != "TND":
+            return Plan({}, (_head_size(facts, group.prefill.layout),))
+    for attention in facts.attentions:
+        convert_attention(ctx, attention)
+    sweep(ctx, parameters=False)
+    _convert_host(ctx, config)
+    _other_readers(ctx)
+    settle_names(ctx)
+    write_removals(ctx)
+    write_additions(ctx)
+    return Plan({k: v for k, v in ctx.edits.items() if v.edits}, tuple(dict.fromkeys(ctx.findings)))
+
+
+def _convert_host(ctx: Context, config: Mapping[str, Any]) -> None:
+    """Allocation, and whoever prepares the model's inputs."""
+    entry = ctx.facts.entry
+    assert entry is not None
+    files = list(ctx.facts.program.files.values())
+    allocations = find_allocations(files)
+    if len(allocations) != 1:
+        node: ast.AST = allocations[1].loop if allocations else entry.node
+        file = allocations[1].inside.file if allocations else entry.file
+        count = f"{len(allocations)} places allocate" if allocations else "No loop allocates"
+        ctx.refuse(
+            file,
+            node,
+            "KV290",
+            f"{count} one (k, v) pair for each layer; exactly one is expected.",
+            "Allocate the caches in one loop over the layers that joins k and v in a tuple.",
+        )
+        return
+    alloc = allocations[0]
+    file = alloc.inside.file
+    _, cache_class = helper_names(file)
+    if not convert_allocation(ctx, alloc, config, cache_class) or not insert_helpers(
+        ctx, file, not _by_position(ctx)
+    ):
+        return
+    me = alloc.inside.node.args.args[0].arg
+    prepared = find_prepare(file, alloc.inside.owner)
+    if prepared is not None:
+        if _prefill_logits(ctx) == "all":
+            _refuse_logits(ctx)
+        convert_prepare(ctx, prepared[0], prepared[1], prepared[0].node.args.args[0].arg)
+        _wrappers(ctx)
+        _gathered_rows(ctx, alloc)
+        return
+    loops, left = find_loops(file, alloc.inside.owner)
+    if len(loops) != 1 or left:
+        at: ast.AST = left[0] if left else (loops[1].prefill if len(loops) > 1 else alloc.inside.owner or file.tree)
+        ctx.refuse(
+            file,
+            at,
+            "KV290",
+            "No single function with one prefill call and one decode call of the model was found.",
+            "Call the model by keywords, with is_prefill=True once and is_prefill=False once.",
+        )
+        return
+    if _prefill_logits(ctx) == "one":
+        ctx.refuse(
+            entry.file,
+            entry.node,
+            "KV290",
+            "The model already picks one prompt token, and the runner takes the last column of it.",
+            "Return the logits of all prompt tokens, or pick by row in the model.",
+        )
+        return
+    convert_loop(ctx, loops[0], me)
+
+
+def _by_position(ctx: Context) -> bool:
+    """Do all prefill queries depend on position_ids? Otherwise rotary counts columns (or there is none)."""
+    run = ctx.facts.prefill
+    assert run is not None
+    for attention in ctx.facts.attentions:
+        for frame in run.walk.frames:
+            before = frame.env_before.get(id(attention.seam.anchor)) if frame.func is attention.seam.func else None
+            if before is not None and not any(
+                t.op == "input:position_ids" for t in ancestors([before[attention.seam.q.name]])
+            ):
+                return False
+    return True
+
+
+def _prefill_logits(ctx: Context) -> str:
+    """Does prefill give logits for all columns, for one, or is it not known?"""
+    run = ctx.facts.prefill
+    assert run is not None
+    value = run.result
+    found = [value] if isinstance(value, Tensor) else [v for v in _inside(value) if isinstance(v, Tensor)]
+    for t in found:
+        if t.shape is not None and len(t.shape) == 3:
+            return "all" if t.shape[1] == Dim.atom("S") else "one"
+    return "unknown"
+
+
+def _inside(value: object) -> list[object]:
+    for name in ("items", "kwargs", "attrs"):
+        held = getattr(value, name, None)
+        if isinstance(held, list):
+            return list(held)
+        if isinstance(held, dict) and held:
+            return list(held.values())
+    return []
+
+
+def _refuse_logits(ctx: Context) -> None:
+    entry = ctx.facts.entry
+    assert entry is not None
+    ctx.refuse(
+        entry.file,
+        entry.node,
+        "KV290",
+        "The model gives logits for all prompt columns while its inputs are prepared elsewhere than in the loop.",
+        "Pick each row's last token in the model's forward.",
+    )
+
+
+def _wrappers(ctx: Context) -> None:
+    """Methods of the entry that call its forward must pass unknown keywords on."""
+    entry = ctx.facts.entry
+    assert entry is not None
+    for func in functions(entry.file):
+        if func.owner is None or func.owner not in [c.node for c in entry.mro()] or func.node.name == "forward":
+            continue
+        for node in ast.walk(func.node):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "forward":
+                if isinstance(node.func.value, ast.Name) and not any(k.arg is None for k in node.keywords):
+                    ctx.refuse(
+                        entry.file,
+                        node,
+                        "KV290",
+                        f"`{func.node.name}` calls forward without passing other keywords on.",
+                        "Take **kwargs and pass them on.",
+                    )
+
+
+def _gathered_rows(ctx: Context, alloc: Allocation) -> None:
+    """Rows that are gathered over ranks are more than the metadata describes; it raises there, and this says so."""
+    for func in functions(alloc.inside.file):
+        if func.owner is not alloc.inside.owner:
+            continue
+        for node in ast.walk(func.node):
+            if isinstance(node, ast.Call) and leaf(node.func) == "all_gather_into_tensor":
+                if any(isinstance(a, ast.Name) and "kv_len" in a.id for a in node.args):
+                    ctx.optional(
+                        alloc.inside.file,
+                        node,
+                        "KV292",
+                        "Lengths are gathered over attention ranks here (attn_tp and attn_dp above 1); the paged step "
+                        "describes the rows of one rank and raises in that topology.",
+                        "Gather the padding mask and the lengths before the metadata is built, or keep attn_dp_size 1.",
+                    )
+                    return
+
+
+def _other_readers(ctx: Context) -> None:
+    """Code that still reads a size of the caches: it now sees blocks."""
+    for file in ctx.facts.program.files.values():
+        for node in ast.walk(file.tree):
+            sized = isinstance(node, ast.Attribute) and node.attr in ("size", "shape")
+            base = node.value if isinstance(node, ast.Attribute) else None
+            while isinstance(base, ast.Subscript):
+                base = base.value
+            if sized and isinstance(node.value, ast.Subscript) and leaf(base or node) in CACHES:
+                ctx.optional(
+                    file,
+                    node,
+                    "KV292",
+                    "A size of the cache is read here; the cache is now [blocks, block_size, heads, dim].",
+                    "Make sure that nothing depends on it: positions come from the runner.",
+                )
+
+
+def _nothing(facts: ModelFacts) -> Diagnostic:
+    span = facts.entry.file.span(facts.entry.node) if facts.entry is not None else Span("models")
+    return Diagnostic(
+        "KV291",
+        Severity.BLOCKING,
+        "No attention class with a handed cache was understood.",
+        "Convert it by hand.",
+        span,
+    )
+
+
+def _head_size(facts: ModelFacts, layout: str) -> Diagnostic:
+    a = facts.attentions[0]
+    return Diagnostic(
+        "KV292",
+        Severity.BLOCKING,
+        f"The head size needs layout {layout}, which the standalone templates do not have.",
+        "Convert by hand, or move the model to the framework.",
+        a.file.span(a.cls.node),
+    )
+

@@ -1,0 +1,110 @@
+"""The step's metadata where the model itself prepares its inputs (`prepare_inputs_for_generation` and its like)."""
+
+from __future__ import annotations
+
+import ast
+
+from kvskill.analyzer.runner.files import Function, functions, leaf, own_name
+from kvskill.analyzer.runner.walkrun import CACHES
+from kvskill.implementer.framework.context import Context
+from kvskill.implementer.textops import body_start, insert_before
+from kvskill.source import SourceFile
+
+__all__ = ["convert_prepare", "find_prepare"]
+
+_NEEDED = ("attention_mask", "kv_len", "is_prefill")
+
+
+def find_prepare(file: SourceFile, owner: ast.ClassDef | None) -> tuple[Function, ast.Dict] | None:
+    """The method of the allocating class that builds the model's inputs as a dict with the caches in it."""
+    for func in functions(file):
+        if func.owner is not owner:
+            continue
+        for node in ast.walk(func.node):
+            if isinstance(node, ast.Dict) and any(isinstance(k, ast.Constant) and k.value in CACHES for k in node.keys):
+                return func, node
+    return None
+
+
+def convert_prepare(ctx: Context, func: Function, made: ast.Dict, me: str) -> bool:
+    """Build the metadata first, from the mask and the lengths as they come in, and hand it on."""
+    node, file = func.node, func.file
+    params = {a.arg for a in [*node.args.args, *node.args.kwonlyargs]}
+    missing = [n for n in _NEEDED if n not in params]
+    if missing:
+        ctx.refuse(
+            file,
+            node,
+            "KV290",
+            f"`{node.name}` prepares the model's inputs without {', '.join(missing)}.",
+            "Take the padding mask, the lengths and the phase as parameters.",
+        )
+        return False
+    if not _reads_mask(node):
+        ctx.refuse(
+            file,
+            node,
+            "KV290",
+            "`attention_mask` is not known to be the tokenizer's padding mask here.",
+            "Count the prompt's positions from it (`attention_mask.long().cumsum(-1) - 1`).",
+        )
+        return False
+    wrong = _positions(node)
+    if wrong is not None:
+        ctx.refuse(
+            file,
+            wrong,
+            "KV290",
+            "The position of the new token is not `kv_len`, so `kv_len` may count other tokens than the cached ones.",
+            "Let `kv_len` be the number of cached tokens before the step.",
+        )
+        return False
+    text = (
+        "# the step in the paged cache: slots, lengths and table, from the padding mask or the cached lengths\n"
+        "if is_prefill:\n"
+        f"    forward_metadata = {me}.paged_kv.prefill(attention_mask)\n"
+        "else:\n"
+        f"    forward_metadata = {me}.paged_kv.decode(kv_len)\n"
+    )
+    edits = ctx.edit_set(file)
+    insert_before(edits, _after_checks(node), text, "metadata of the step", ctx.unit(node, file))
+    first = made.keys[0]
+    assert first is not None
+    at = file.byte_range(first)[0]
+    line = max(s for s in file.line_starts if s <= at)
+    lead = file.raw[line:at].decode()
+    gap = "\n" + lead if not lead.strip() else " "
+    edits.add(at, at, f'"forward_metadata": forward_metadata,{gap}', "hand the metadata on")
+    return True
+
+
+def _after_checks(node: ast.FunctionDef) -> ast.stmt:
+    """After leading guards that only raise."""
+    first = body_start(node)
+    stmts = node.body[node.body.index(first) :]
+    for stmt in stmts:
+        guard = isinstance(stmt, ast.If) and all(isinstance(s, ast.Raise) for s in stmt.body) and not stmt.orelse
+        sizes = isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.Call) and leaf(stmt.value.func) == "size"
+        shape = isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.Attribute) and stmt.value.attr == "shape"
+        if not (guard or sizes or shape):
+            return stmt
+    return stmts[-1]
+
+
+def _reads_mask(node: ast.FunctionDef) -> bool:
+    """`attention_mask....cumsum(..)`: only a [B, S] padding mask is counted."""
+    for n in ast.walk(node):
+        if isinstance(n, ast.Call) and leaf(n.func) == "cumsum":
+            if any(isinstance(x, ast.Name) and x.id == "attention_mask" for x in ast.walk(n)):
+                return True
+    return False
+
+
+def _positions(node: ast.FunctionDef) -> ast.expr | None:
+    """The decode positions, when they are computed from kv_len by more than a reshape."""
+    for n in ast.walk(node):
+        if isinstance(n, ast.Assign) and any(own_name(t) == "position_ids" for t in n.targets):
+            names = {x.id for x in ast.walk(n.value) if isinstance(x, ast.Name)}
+            if "kv_len" in names and any(isinstance(x, ast.BinOp) for x in ast.walk(n.value)):
+                return n.value
+    return None
