@@ -18,6 +18,7 @@ from kvskill.verifier.modelconfig import base_config, shrink
 from kvskill.verifier.options import Limits, VerifyOptions
 from kvskill.verifier.plan import Plan, make_children
 from kvskill.verifier.report import VerifyReport
+from kvskill.verifier.standalone.run import is_standalone, verify_standalone
 from kvskill.verifier.workload import make_workload
 
 __all__ = ["Runner", "verify_model"]
@@ -30,6 +31,8 @@ def verify_model(options: VerifyOptions, runner: Runner = run_children) -> Verif
 
     `runner` runs the child jobs; tests that verify many variants of one model give one that shares work.
     """
+    if is_standalone(options):
+        return verify_standalone(options)
     start = time.monotonic()
     model = find_model(options.model, options.repo)
     if model.config_module is None or model.config_class is None:

@@ -29,6 +29,18 @@ def run_job(job: dict[str, Any]) -> int:
             from kvskill.verifier.child.hf import run_hf
 
             run_hf(job, result)
+        elif job["role"] == "hf-greedy":
+            from kvskill.verifier.standalone.hf_child import run_hf_greedy
+
+            run_hf_greedy(job, result)
+        elif job["role"] == "runner":
+            from kvskill.verifier.standalone.runner_child import run_runner
+
+            run_runner(job, result)
+        elif job["role"] == "templates":
+            from kvskill.verifier.child.templates import run_templates
+
+            run_templates(job, result)
         else:
             from kvskill.verifier.child.target import run_target
 

@@ -1,0 +1,162 @@
+"""Drives a runner in a child process: its own class, settings, loop and log lines.
+
+Replaced are only the tokenizer, the device (by the operator backend), and communication groups.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["run_runner"]
+
+_LINE = re.compile(r"inference time cost of (\w[\w ]*?) is ([\d.]+) ms")
+
+
+def run_runner(job: dict[str, Any], result: dict[str, Any]) -> None:
+    """role "old": one prompt at a time. role "new": all prompts in one batch, for each padding side, and again."""
+    from kvskill.verifier.child.standins import install_standins
+    from kvskill.verifier.child.target import _alias_dtype, _transformers_without_npu
+    from kvskill.verifier.standalone.tokens import StubTokenizer
+
+    result["phase"] = "backend"
+    from kvskill.verifier.backend import OpContext, install, installed
+
+    if installed() is None:
+        _transformers_without_npu()
+    context = OpContext(
+        dtype="bfloat16", block_size=job["deploy_block_size"], null_slots=0, enforce=job["side"] == "new"
+    )
+    result["backend"] = install(job["backend"], context=context).to_json()
+    import torch
+
+    torch.set_num_threads(1)
+    sys.path[:0] = [job["folder"], *job["paths"]]
+    result["standins"] = install_standins()
+    for name, value in (("LOCAL_RANK", "0"), ("RANK", "0"), ("WORLD_SIZE", "1"), ("RANK_OFFSET", "0")):
+        os.environ[name] = value
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
+    _alias_dtype()
+    import transformers
+
+    result["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
+    tokenizer = StubTokenizer({f"#{i}": list(p) for i, p in enumerate(job["prompt_ids"])}, "right")
+    transformers.AutoTokenizer.from_pretrained = staticmethod(lambda *a, **k: tokenizer)
+    _groups(job)
+    result["phase"] = "import"
+    module = importlib.import_module(job["runner_module"])
+    cls = getattr(module, job["runner_class"])
+    times = _listen()
+    result["phase"] = "load"
+    runner = _build(cls, job)
+    if hasattr(runner, "init_model"):
+        runner.init_model()
+    model = runner.model
+    from kvskill.verifier.standalone.watch import Watch
+
+    watch = Watch(type(model), tokenizer)
+    result["phase"] = "run"
+    arrays: dict[str, Any] = {}
+    result["runs"] = {}
+    if job["side"] == "old":
+        for request in range(len(job["prompt_ids"])):
+            watch.start()
+            runner.model_generate([f"#{request}"], warm_up=False)
+            _keep(arrays, "right", [request], watch)
+    else:
+        _new_runs(runner, watch, tokenizer, job, result, arrays)
+    result["problems"] = list(dict.fromkeys(watch.problems))
+    result["facts"] = watch.facts
+    result["times"] = times
+    np.savez(Path(job["out"]) / "arrays.npz", **arrays)
+
+
+def _new_runs(
+    runner: Any, watch: Any, tokenizer: Any, job: dict[str, Any], result: dict[str, Any], arrays: dict[str, Any]
+) -> None:
+    order = list(range(len(job["prompt_ids"])))
+    names = [f"#{i}" for i in order]
+    for side in ("right", "left"):
+        tokenizer.padding_side = side
+        watch.start()
+        try:
+            # other prompts first: what a run leaves in the caches must not reach the next one
+            runner.model_generate(names[::-1], warm_up=True)
+            watch.start()
+            runner.model_generate(names, warm_up=False)
+        except ValueError as error:
+            if side == "left" and "padding_side" in str(error):
+                result["runs"][side] = f"refused by the runner: {error}"
+                continue
+            raise
+        result["runs"][side] = "ran"
+        _keep(arrays, side, order, watch)
+    tokenizer.padding_side = "right"
+    watch.start()
+    runner.model_generate(names, warm_up=False)
+    _keep(arrays, "again", order, watch)
+
+
+def _keep(arrays: dict[str, Any], side: str, requests: list[int], watch: Any) -> None:
+    for request, (logits, tokens) in zip(requests, watch.rows(), strict=True):
+        arrays[f"{side}/logits/{request}"] = logits
+        arrays[f"{side}/tokens/{request}"] = tokens
+
+
+def _build(cls: type, job: dict[str, Any]) -> Any:
+    """The runner, from settings or from the path of a YAML file, as its constructor asks."""
+    params = [p for p in inspect.signature(cls).parameters.values() if p.default is inspect.Parameter.empty]
+    name = params[0].name if params else ""
+    if "path" in name or "yaml" in name or "file" in name:
+        import yaml
+
+        path = Path(job["out"]) / "settings.yaml"
+        path.write_text(yaml.safe_dump(job["settings"]), encoding="utf-8")
+        return cls(str(path))
+    return cls(job["settings"])
+
+
+def _groups(job: dict[str, Any]) -> None:
+    """gloo for every group, a file as meeting point, and one process where the code asks for groups by itself."""
+    import torch.distributed as dist
+
+    new_group, init = dist.new_group, dist.init_process_group
+
+    def gloo_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return new_group(ranks=ranks, backend="gloo")
+
+    def gloo_init(*args: Any, **kwargs: Any) -> None:
+        if not dist.is_initialized():
+            init("gloo", init_method=f"file://{job['rendezvous']}", world_size=1, rank=0)
+
+    dist.new_group, dist.init_process_group = gloo_group, gloo_init
+    gloo_init()
+
+
+class _Listener(logging.Handler):
+    def __init__(self, times: dict[str, list[float]]) -> None:
+        super().__init__(logging.INFO)
+        self.times = times
+
+    def emit(self, record: logging.LogRecord) -> None:
+        found = _LINE.search(record.getMessage())
+        if found:
+            self.times.setdefault(found[1], []).append(float(found[2]))
+
+
+def _listen() -> dict[str, list[float]]:
+    """Step times as the runner logs them, by stage."""
+    times: dict[str, list[float]] = {}
+    root = logging.getLogger()
+    root.addHandler(_Listener(times))
+    root.setLevel(logging.INFO)
+    return times

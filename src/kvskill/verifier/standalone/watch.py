@@ -1,0 +1,92 @@
+"""Watches the model that a runner drives: logits of each step, the tokens fed back, and the paged metadata."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Watch"]
+
+
+class Watch:
+    """Wraps the forward of the model class; `start` begins a run, `rows` gives its figures by batch row."""
+
+    def __init__(self, cls: type, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.steps: list[dict[str, Any]] = []
+        self.problems: list[str] = []
+        self.facts: dict[str, Any] = {"steps": 0}
+        self.storage: Any = None
+        original = cls.forward  # type: ignore[attr-defined]
+
+        def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+            out = original(model, *args, **kwargs)
+            self._seen(args, kwargs, out)
+            return out
+
+        cls.forward = forward  # type: ignore[attr-defined]
+
+    def start(self) -> None:
+        """Forget the steps of the last run."""
+        self.steps = []
+
+    def _seen(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        logits = out.logits if hasattr(out, "logits") else out[0] if isinstance(out, tuple) else out
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        first = not self.steps
+        mask = self.tokenizer.last_mask
+        if logits.dim() == 2:
+            picked = logits
+        elif logits.shape[1] == 1 or not first:
+            picked = logits[:, -1]
+        else:
+            columns = mask * np.arange(mask.shape[1])
+            picked = logits[range(logits.shape[0]), columns.argmax(dim=1)]
+        picked = picked.float().cpu().numpy()
+        fed = ids.cpu().numpy()
+        if not first:
+            want = self.steps[-1]["tokens"]
+            if fed.shape != (len(want), 1) or (fed[:, 0] != want).any():
+                self.problems.append(f"step {len(self.steps)} gets other tokens than the last step's best ones")
+        meta = kwargs.get("forward_metadata")
+        if meta is not None:
+            self._metadata(meta, kwargs, first)
+        self.steps.append({"logits": picked, "tokens": picked.argmax(axis=-1)})
+
+    def _metadata(self, meta: Any, kwargs: dict[str, Any], first: bool) -> None:
+        """Slots against the block table, lengths against positions: recomputed here, element by element."""
+        pairs = next((kwargs[k] for k in ("past_key_values", "kv_caches", "kv_cache") if k in kwargs), None)
+        size = int(pairs[0][0].shape[1])
+        table = meta.block_table.tolist()
+        mask = self.tokenizer.last_mask
+        rows = len(table)
+        before = self.facts.setdefault("lengths", [0] * rows)
+        lengths = [int(mask[b].sum()) for b in range(rows)] if first else [n + 1 for n in before]
+        slots = []
+        for b in range(rows):
+            for p in range(0 if first else lengths[b] - 1, lengths[b]):
+                slots.append(table[b][p // size] * size + p % size)
+        if slots != meta.slot_mapping.tolist():
+            self.problems.append("slots are not block_table[row, position // size] * size + position % size")
+        if list(map(int, meta.actual_seq_lengths_kv)) != lengths:
+            self.problems.append(f"key lengths {list(meta.actual_seq_lengths_kv)} are not {lengths}")
+        if meta.kv_len.tolist() != lengths:
+            self.problems.append("kv_len is not the number of tokens in the cache")
+        if not first and len(self.steps) == 1:
+            self.facts["first_decode"] = lengths
+        self.facts["lengths"] = lengths
+        self.facts["steps"] += 1
+        self.facts["cache_shape"] = list(pairs[0][0].shape)
+        self.facts["table"] = [rows, len(table[0])]
+        self.facts["table_dtype"] = str(meta.block_table.dtype)
+        self.facts["storages"] = len({t.data_ptr() for pair in pairs for t in pair})
+        self.facts["layers"] = len(pairs)
+
+    def rows(self) -> list[tuple[Any, Any]]:
+        """(logits [steps, vocab], tokens [steps]) by batch row."""
+        if not self.steps:
+            return []
+        logits = np.stack([s["logits"] for s in self.steps])
+        tokens = np.stack([s["tokens"] for s in self.steps])
+        return [(logits[:, b], tokens[:, b]) for b in range(logits.shape[1])]
