@@ -14,7 +14,7 @@ from kvskill.implementer.framework.container import convert_containers, find_con
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.framework.deadcode import settle_names, sweep, write_removals
 from kvskill.implementer.framework.fields import migrate_fields
-from kvskill.implementer.framework.interface import add_cache_info, add_imports, register_groups
+from kvskill.implementer.framework.interface import add_cache_info, add_imports, drop_init_cache, register_groups
 from kvskill.implementer.framework.lasttoken import convert_last_token
 from kvskill.implementer.framework.mla import convert_mla, leftover_caches
 from kvskill.implementer.framework.mla_model import add_mla_interface
@@ -76,6 +76,7 @@ def build_plan(facts: ModelFacts, manifest: Manifest) -> Plan:
         leftover_caches(ctx)
     else:
         add_cache_info(ctx)
+        drop_init_cache(ctx)
     register_groups(ctx)
     migrate_fields(ctx)
     add_imports(ctx)

@@ -11,6 +11,7 @@ from kvskill.source import SourceFile
 __all__ = [
     "block_of",
     "body_start",
+    "drop_method",
     "indent_of",
     "insert_after",
     "insert_before",
@@ -119,6 +120,19 @@ def replace_statement(edits: EditSet, stmt: ast.stmt, text: str, why: str, unit:
         edits.add(start, end, text.strip(), why)
         return
     edits.add(bounds[0], bounds[1], reindent(text, indent_of(edits.file, stmt), unit), why)
+
+
+def drop_method(edits: EditSet, func: ast.FunctionDef, why: str) -> bool:
+    """Remove a whole function with the blank lines after it; False when it shares a line with other code."""
+    file = edits.file
+    bounds = line_bounds(file, func)
+    if bounds is None:
+        return False
+    start, end = bounds
+    while _blank_at(file, end):
+        end = file.raw.index(b"\n", end) + 1
+    edits.add(start, end, "", why)
+    return True
 
 
 def statements(body: Iterable[ast.stmt]) -> Iterable[ast.stmt]:

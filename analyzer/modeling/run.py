@@ -117,12 +117,12 @@ def run_model(
     problems_in_init = list(walk.problems)
     walk.problems.clear()
     walk.attr_writes.clear()
-    walk.collapse_layers = True
     walk.naming = False
     inputs, meta = _inputs(walk, phase, form, drafts)
     for name in _META_NAMES:
         walk.hooks[name] = lambda *_: meta
     _bind_caches(walk, root, form)
+    walk.collapse_layers = True
     forward = entry.method("forward")
     result: Value = Const(None)
     if forward is not None:

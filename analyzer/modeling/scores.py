@@ -329,9 +329,8 @@ def _window_operands(walk: Walk, t: Tensor) -> list[Value]:
     if t.op in ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub"):
         found.extend(p for p in t.parents if _size(walk, p))
     if t.op in ("triu", "tril"):
-        diagonal = t.attrs.get("diagonal")
-        if isinstance(diagonal, Value) and _size(walk, diagonal):
-            found.append(diagonal)
+        given = [t.attrs.get("diagonal"), *t.parents[1:]]  # a function's keyword, or the argument of a method
+        found.extend(d for d in given if isinstance(d, Value) and not isinstance(d, Tensor) and _size(walk, d))
     return found
 
 

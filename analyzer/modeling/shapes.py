@@ -441,7 +441,7 @@ def same_shape(name: str) -> Rule:
         for other in others:
             if name not in ("to", "type_as", "copy_"):
                 shape = broadcast(walk, node, shape, other.shape)
-        return walk.tensor(name, [t, *args], shape, node)
+        return walk.tensor(name, [t, *args, *kw.values()], shape, node)
 
     return rule
 

@@ -196,8 +196,8 @@ def _declare(ctx: Context, facts: AttentionFacts) -> None:
     """Replace `cache_unit` by cache entries, chained placeholders by two."""
     decl, file = facts.caches, facts.file
     found = facts.cls.method("__init__")
-    if found is None or decl.unit is None:
-        ctx.refuse(file, facts.cls.node, "KV202", f"{facts.cls.name} declares no cache_unit.", "Declare it.")
+    if found is None:
+        ctx.refuse(file, facts.cls.node, "KV202", f"{facts.cls.name} has no __init__.", "Declare its caches there.")
         return
     init, _ = found
     self_name = init.args.args[0].arg
@@ -267,12 +267,13 @@ def _declare(ctx: Context, facts: AttentionFacts) -> None:
     late = [
         s
         for name, s in facts.reps[0].attr_nodes.items()
-        if name in needed and s.lineno > decl.unit.lineno and name not in decl.placeholders
+        if name in needed and (decl.unit is None or s.lineno > decl.unit.lineno) and name not in decl.placeholders
     ]
-    if not late and decl.unit in init.body:
+    if decl.unit is not None and not late and decl.unit in init.body:
         replace_statement(edits, decl.unit, text, "cache entries", unit)
     else:
-        ctx.mark_removed(Func(init, file, facts.cls), {decl.unit})
+        if decl.unit is not None:
+            ctx.mark_removed(Func(init, file, facts.cls), {decl.unit})
         insert_after(edits, init.body[-1], text, "cache entries", unit)
 
 

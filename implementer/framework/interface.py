@@ -10,10 +10,10 @@ from kvskill.analyzer.modeling.values import Instance, Ref, Tensor
 from kvskill.implementer.framework.attention import init_expr
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.render import render
-from kvskill.implementer.textops import body_start, indent_of, insert_after, insert_before
+from kvskill.implementer.textops import body_start, drop_method, indent_of, insert_after, insert_before
 from kvskill.source import SourceFile
 
-__all__ = ["add_cache_info", "add_imports", "register_groups"]
+__all__ = ["add_cache_info", "add_imports", "drop_init_cache", "register_groups"]
 
 _CACHE_MODULE = "executor.core.kv_cache.cache_info"
 
@@ -101,6 +101,28 @@ def _super_call(init: ast.FunctionDef) -> ast.stmt | None:
             if isinstance(func, ast.Attribute) and func.attr == "__init__":
                 return stmt
     return None
+
+
+def drop_init_cache(ctx: Context) -> None:
+    """The paged engine never calls the model's own `init_cache`: it goes, unless it sets anything but these caches."""
+    entry = ctx.facts.entry
+    found = entry.method("init_cache") if entry is not None else None
+    if found is None:
+        return
+    func, owner = found
+    caches = {n for a in ctx.facts.attentions for n in (a.seam.k_cache, a.seam.v_cache)}
+    for node in ast.walk(func):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr not in caches:
+            ctx.refuse(
+                owner.file,
+                node,
+                "KV275",
+                f"`init_cache` also sets `{node.attr}`; the paged engine will not call it.",
+                "Set it in __init__ or in forward first.",
+            )
+            return
+    if not drop_method(ctx.edit_set(owner.file), func, "the engine allocates the caches"):
+        ctx.refuse(owner.file, func, "KV283", "`init_cache` shares a line with other code.", "Put it on its own lines.")
 
 
 def register_groups(ctx: Context) -> None:

@@ -61,7 +61,9 @@ def convert_allocation(ctx: Context, alloc: Allocation, config: Mapping[str, Any
     shape = _shape(func, alloc.calls[0])
     values = _Values(alloc.inside, config)
     parts = _parts(shape, values) if shape is not None else None
-    if parts is None or any(ast.dump(a) != ast.dump(b) for a, b in zip(shape or [], _shape(func, alloc.calls[-1]) or [])):
+    if parts is None or any(
+        ast.dump(a) != ast.dump(b) for a, b in zip(shape or [], _shape(func, alloc.calls[-1]) or [])
+    ):
         ctx.refuse(
             file,
             alloc.calls[0],
@@ -147,15 +149,11 @@ def _shape(func: ast.FunctionDef, call: ast.Call) -> list[ast.expr] | None:
 
 def _assigned(func: ast.AST, name: str) -> list[ast.expr]:
     return [
-        n.value
-        for n in ast.walk(func)
-        if isinstance(n, ast.Assign) and any(own_name(t) == name for t in n.targets)
+        n.value for n in ast.walk(func) if isinstance(n, ast.Assign) and any(own_name(t) == name for t in n.targets)
     ]
 
 
-def _parts(
-    shape: list[ast.expr], values: _Values
-) -> tuple[ast.expr, ast.expr, ast.expr, ast.expr] | None:
+def _parts(shape: list[ast.expr], values: _Values) -> tuple[ast.expr, ast.expr, ast.expr, ast.expr] | None:
     """(batch, length, KV heads, head size) of [B, S, H], [B, S, N, D] or [B, N, S, D]."""
     if len(shape) == 3:
         factors = values.factors(shape[2])

@@ -68,9 +68,7 @@ def _convert_host(ctx: Context, config: Mapping[str, Any]) -> None:
     alloc = allocations[0]
     file = alloc.inside.file
     _, cache_class = helper_names(file)
-    if not convert_allocation(ctx, alloc, config, cache_class) or not insert_helpers(
-        ctx, file, not _by_position(ctx)
-    ):
+    if not convert_allocation(ctx, alloc, config, cache_class) or not insert_helpers(ctx, file, not _by_position(ctx)):
         return
     me = alloc.inside.node.args.args[0].arg
     prepared = find_prepare(file, alloc.inside.owner)
@@ -228,4 +226,3 @@ def _head_size(facts: ModelFacts, layout: str) -> Diagnostic:
         "Convert by hand, or move the model to the framework.",
         a.file.span(a.cls.node),
     )
-
