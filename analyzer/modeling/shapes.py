@@ -425,6 +425,23 @@ def index_select(walk: Walk, node: ast.AST, t: Tensor, args: list[Value], kw: di
     return walk.tensor("index_select", parents, shape, node, axis=axis, mixed=(t.shape[axis],))
 
 
+def narrow(walk: Walk, node: ast.AST, t: Tensor, args: list[Value], kw: dict[str, Value]) -> Value:
+    axis = _axis(walk, node, t, args[0] if args else kw.get("dim"))
+    length = walk.as_dim(args[2] if len(args) > 2 else kw.get("length"))
+    if t.shape is None or axis is None:
+        return walk.tensor("narrow", [t], None, node)
+    shape = (*t.shape[:axis], length if length is not None else fresh(), *t.shape[axis + 1 :])
+    return walk.tensor("narrow", [t], shape, node, axis=axis, mixed=(t.shape[axis],))
+
+
+def select(walk: Walk, node: ast.AST, t: Tensor, args: list[Value], kw: dict[str, Value]) -> Value:
+    axis = _axis(walk, node, t, args[0] if args else kw.get("dim"))
+    if t.shape is None or axis is None:
+        return walk.tensor("select", [t], None, node)
+    shape = (*t.shape[:axis], *t.shape[axis + 1 :])
+    return walk.tensor("select", [t], shape, node, axis=axis, mixed=(t.shape[axis],))
+
+
 def gather(walk: Walk, node: ast.AST, t: Tensor, args: list[Value], kw: dict[str, Value]) -> Value:
     axis = _axis(walk, node, t, args[0] if args else kw.get("dim"))
     index = args[1] if len(args) > 1 else kw.get("index")
@@ -605,6 +622,8 @@ METHODS: dict[str, Rule] = {
     "unbind": unbind,
     "index_select": index_select,
     "gather": gather,
+    "narrow": narrow,
+    "select": select,
     "outer": outer,
     **{name: mixing(name) for name in MIXING},
     **{name: same_shape(name) for name in ELEMENTWISE},

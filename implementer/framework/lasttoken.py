@@ -14,7 +14,7 @@ from kvskill.implementer.textops import insert_after, insert_before, names_read,
 
 __all__ = ["convert_last_token"]
 
-_PICKS = frozenset({"index_select", "gather", "getitem", "select", "take_along_dim"})
+_PICKS = frozenset({"index_select", "gather", "getitem", "select", "narrow", "take_along_dim"})
 
 
 def convert_last_token(ctx: Context, containers: Containers) -> dict[int, int]:
