@@ -51,6 +51,10 @@ def _lengths(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 @click.option("--memory-mb", type=int, default=12000, show_default=True, help="Private memory per child process.")
 @click.option("--fast", is_flag=True, help="Only the recorded run, without its repetitions.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep job files, logs and arrays in this folder.")
+@click.option("--templates", is_flag=True, help="Verify the code templates and write the evidence ledger.")
+@click.option("--check", "check_ledger", is_flag=True, help="With --templates: only compare the ledger's hashes.")
+@click.option("--slice", "slice_text", metavar="TEXT", help="With --templates: repeat the slice chosen by TEXT.")
+@click.option("--ledger", type=click.Path(path_type=Path), help="With --templates: the ledger file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def verify(model: Path | None, **given: Any) -> int:
     """Run a model's Legacy and Paged code with the same weights on a CPU, and compare them.
@@ -64,6 +68,8 @@ def verify(model: Path | None, **given: Any) -> int:
     from kvskill.verifier.report import render
     from kvskill.verifier.run import verify_model
 
+    if given["templates"]:
+        return _templates(given)
     if model is None:
         raise InputError(Diagnostic("KV430", Severity.ERROR, "No model was given.", "Name a folder.", Span(".")))
     options = VerifyOptions(
@@ -94,4 +100,39 @@ def verify(model: Path | None, **given: Any) -> int:
         click.echo(json.dumps(report.to_json(), indent=1))
     else:
         render(report, Console(width=140, highlight=False))
+    return int(report.exit_code)
+
+
+def _templates(given: dict[str, Any]) -> int:
+    """`verify --templates`: progress on a terminal, findings as lines."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from kvskill.verifier.templates import TemplateOptions, verify_templates
+
+    options = TemplateOptions(
+        ledger=given["ledger"],
+        check=given["check_ledger"],
+        slice_text=given["slice_text"],
+        backend=given["backend"],
+    )
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal or given["as_json"]) as bar:
+        task = bar.add_task("template cases", total=None)
+        report = verify_templates(options, lambda done, total: bar.update(task, completed=done, total=total))
+    if given["as_json"]:
+        click.echo(
+            json.dumps({"figures": report.figures, "findings": [f.to_json() for f in report.findings]}, indent=1)
+        )
+        return int(report.exit_code)
+    for finding in report.findings:
+        click.echo(str(finding))
+    worst = max(report.figures.values(), default=0.0)
+    if report.figures:
+        backend = f"{report.backend.get('kind')}, torch_npu {report.backend.get('torch_npu')}"
+        click.echo(f"{len(report.figures)} cases, worst {worst:.1e}, {report.seconds:.0f} s, operators: {backend}")
+    elif not report.findings:
+        click.echo("the ledger vouches for the templates as they are")
+    if report.written:
+        click.echo(f"wrote {report.ledger.name}")
     return int(report.exit_code)

@@ -1,0 +1,90 @@
+"""Renders templates with the names of the packaged example contexts, varied by a case. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvskill.opsinfo.templates import default_context, has_context, render_template
+
+__all__ = ["STANDALONE", "render_case", "variants"]
+
+# standalone templates: names of the harness in verifier/child/template_cases.py
+STANDALONE: dict[str, Any] = {
+    "fa_version": 2,
+    "window_rule": "hf",
+    "n": {
+        name: name
+        for name in (
+            [
+                "rows",
+                "query",
+                "key",
+                "value",
+                "key_cache",
+                "value_cache",
+                "slots",
+                "kv_lengths",
+                "table",
+                "block_size",
+                "packed",
+            ]
+        )
+    },
+    "rows": "query_states.shape[0]",
+    "cols": "query_states.shape[1]",
+    "q": "query_states.flatten(0, 1)",
+    "k": "key_states.flatten(0, 1)",
+    "v": "value_states.flatten(0, 1)",
+    "k_cache": "self.k_cache",
+    "v_cache": "self.v_cache",
+    "meta": "forward_metadata",
+    "torch": "torch",
+    "heads": "self.num_heads_per_rank",
+    "kv_heads": "self.num_key_value_heads_per_rank",
+    "k_dim": "self.head_dim",
+    "v_dim": "self.head_dim",
+    "scale": "self.scaling",
+    "sinks": None,
+    "sliding": None,
+    "window": "self.sliding_window",
+    "extra": "",
+    "out": {"name": "attn_output"},
+    "after": "",
+}
+
+
+def context_of(template: str) -> dict[str, Any]:
+    """The example context of a template."""
+    if template == "standalone/attend":
+        return dict(STANDALONE)
+    if template == "standalone/paged_kv":
+        return {"meta": "PagedStep", "cache": "PagedKV", "torch": "torch"}
+    return default_context(template)
+
+
+def render_case(template: str, case: dict[str, Any], **more: Any) -> str:
+    """The code of a template for a case: values of the case that the context knows replace the example's."""
+    context = context_of(template)
+    values = {k: v for k, v in case.items() if k in context and k in _VARIED}
+    if "sinks" in values:
+        values["sinks"] = "self.sinks" if values["sinks"] else None
+    if "fused" in values:
+        values["fused"] = context["fused"] if values["fused"] else None
+    return render_template(template, {**context, **values, **more})
+
+
+_VARIED = ("fa_version", "rope_op_version", "sliding", "host_lists", "sinks", "fused")
+
+
+def variants(template: str) -> list[tuple[str, str]]:
+    """(title, code) for the versions that change the operators of a template."""
+    if not has_context(template) and not template.startswith("standalone/"):
+        return []
+    context = context_of(template)
+    out = []
+    for fa in (1, 2) if "fa_version" in context else (None,):
+        for rope in (1, 2) if "rope_op_version" in context else (None,):
+            case = {"fa_version": fa, "rope_op_version": rope}
+            title = ", ".join(f"{k}={v}" for k, v in case.items() if v) or "any"
+            out.append((title, render_case(template, case)))
+    return out
