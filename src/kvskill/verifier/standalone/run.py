@@ -198,7 +198,7 @@ def _settings(
     sections["scheduler_config"].update(
         batch_size=rows, max_new_tokens=options.decode_steps, max_prefill_tokens=longest * rows
     )
-    parallel = {k: 1 for k in sections["parallel_config"]}
+    parallel = dict.fromkeys(sections["parallel_config"], 1)
     for kind in ("attn", "moe", "embed", "lmhead", "dense", "o_proj"):
         for way in ("tp", "dp"):
             parallel[f"{kind}_{way}_size"] = 1
@@ -227,6 +227,9 @@ def _judge(
         return
     report.notes += [f"padding {side}: {how}" for side, how in new.result["runs"].items()]
     report.notes += _times(new, old)
+    served = new.result.get("groups_served")
+    if served:
+        report.notes.append(f"one-process group served at world size 1: {', '.join(sorted(served))}")
     tolerance = table_tolerance("fp32", options.tolerance)
     references: dict[str, dict[str, Any]] = {}
     if old is not None and old.ok:
@@ -311,7 +314,8 @@ def _checks(new: Outcome, lengths: list[int], options: VerifyOptions) -> list[Ch
     out.append(Check("runner.reuse", worst <= 1e-5, f"a later model_generate differs by at most {worst:.1e}"))
     stages = new.result.get("times", {})
     ok = {"prefill", "decode"} <= set(stages)
-    out.append(Check("runner.log-lines", ok, f"`inference time cost of` lines for {', '.join(sorted(stages)) or 'none'}"))
+    found = ", ".join(sorted(stages)) or "none"
+    out.append(Check("runner.log-lines", ok, f"`inference time cost of` lines for {found}"))
     return out
 
 

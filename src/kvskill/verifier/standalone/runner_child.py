@@ -61,6 +61,7 @@ def run_runner(job: dict[str, Any], result: dict[str, Any]) -> None:
     if hasattr(runner, "init_model"):
         runner.init_model()
     model = runner.model
+    result["groups_served"] = _serve_groups(model)
     from kvskill.verifier.standalone.watch import Watch
 
     watch = Watch(type(model), tokenizer)
@@ -140,6 +141,36 @@ def _groups(job: dict[str, Any]) -> None:
 
     dist.new_group, dist.init_process_group = gloo_group, gloo_init
     gloo_init()
+
+
+class _Served(dict):  # type: ignore[type-arg]
+    """Groups of a model that builds them only for more than one rank and asks for them anyway."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __missing__(self, key: str) -> Any:
+        import torch.distributed as dist
+
+        if key not in self.names:
+            self.names.append(key)
+        return "gloo" if key.endswith("_name") else dist.group.WORLD
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Every name is served."""
+        return self[key]
+
+
+def _serve_groups(model: Any) -> list[str]:
+    """At one rank some models leave their dict of groups None; the one process serves then. Returns the names
+    asked for, filled while the model runs."""
+    names: list[str] = []
+    for module in model.modules():
+        for attr, value in list(vars(module).items()):
+            if "comm_dict" in attr and value is None:
+                setattr(module, attr, _Served(names))
+    return names
 
 
 class _Listener(logging.Handler):

@@ -24,8 +24,8 @@ class Encoded(dict):  # type: ignore[type-arg]
 class StubTokenizer:
     """Looks prompts up by name. `last_mask` is the padding mask of the last batch that it made."""
 
-    pad_token: str | None = "<pad>"  # noqa: S105
-    eos_token = "</s>"  # noqa: S105
+    pad_token: str | None = "<pad>"
+    eos_token = "</s>"
     pad_token_id = 0
     eos_token_id = -1  # no sampled token ends a run: both runners must go the same number of steps
     bos_token_id = 1

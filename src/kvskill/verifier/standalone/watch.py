@@ -33,9 +33,9 @@ class Watch:
 
     def _seen(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         logits = out.logits if hasattr(out, "logits") else out[0] if isinstance(out, tuple) else out
-        ids = kwargs.get("input_ids", args[0] if args else None)
+        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         first = not self.steps
-        mask = self.tokenizer.last_mask
+        mask: Any = self.tokenizer.last_mask
         if logits.dim() == 2:
             picked = logits
         elif logits.shape[1] == 1 or not first:
@@ -56,7 +56,7 @@ class Watch:
 
     def _metadata(self, meta: Any, kwargs: dict[str, Any], first: bool) -> None:
         """Slots against the block table, lengths against positions: recomputed here, element by element."""
-        pairs = next((kwargs[k] for k in ("past_key_values", "kv_caches", "kv_cache") if k in kwargs), None)
+        pairs = next(kwargs[k] for k in ("past_key_values", "kv_caches", "kv_cache") if k in kwargs)
         size = int(pairs[0][0].shape[1])
         table = meta.block_table.tolist()
         mask = self.tokenizer.last_mask
