@@ -78,7 +78,7 @@ def view_of(code: Code, facts: ModelFacts) -> CodeView:
     """The facts in the terms of the selection."""
     grounds: dict[str, Seen] = {}
     findings = []
-    for finding in (*facts.findings, *facts.block_tests):
+    for finding in facts.findings:
         name = _GROUNDS.get(finding.code)
         if name is None:
             findings.append(finding)

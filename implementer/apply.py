@@ -135,7 +135,7 @@ def _check_inputs(place: Place, manifest: Manifest) -> None:
     """The manifest must describe the files as they are."""
     for item in manifest.inputs:
         path = place.root / item.path
-        if not path.exists() or not path.suffix == ".py":
+        if not path.exists() or path.suffix != ".py":
             continue
         if hashlib.sha256(path.read_bytes()).hexdigest() != item.sha256:
             raise InputError(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from kvskill.source import SourceFile
 
 __all__ = ["Edit", "EditConflict", "EditSet"]
 
 
-class EditConflict(Exception):
+class EditConflict(Exception):  # noqa: N818 (says what it is)
     """Two edits want the same bytes: the plan behind them is wrong."""
 
     def __init__(self, first: Edit, second: Edit) -> None:
@@ -44,7 +45,7 @@ class EditSet:
     def ordered(self) -> list[Edit]:
         """By position; raises EditConflict where two overlap. Insertions at one place keep their order."""
         out = sorted(self.edits, key=lambda e: (e.start, e.end))
-        for a, b in zip(out, out[1:], strict=False):
+        for a, b in pairwise(out):
             if b.start < a.end:
                 raise EditConflict(a, b)
         return out

@@ -53,7 +53,7 @@ def postcheck(plan: Plan, facts: ModelFacts, config: Mapping[str, Any]) -> list[
     config = settings_of(program, entry, config)
     drafts = any("mtp" in c.name.lower() for c in program.classes())
     for phase in ("prefill", "decode"):
-        run = run_model(program, entry, config, phase, "paged", drafts=drafts)  # type: ignore[arg-type]
+        run = run_model(program, entry, config, phase, "paged", drafts=drafts)
         out.extend(_walks(run, program))
     return out
 
@@ -118,7 +118,7 @@ def _logits(run: Run) -> list[Diagnostic]:
         return [_finding(file, node, "KV264", f"The shape of the logits is not known in {run.phase}.")]
     rows = Dim.atom("n")
     shown = ", ".join(map(str, value.shape))
-    if len(value.shape) != 3 or not (value.shape[0] == rows):
+    if len(value.shape) != 3 or value.shape[0] != rows:
         return [_finding(file, node, "KV264", f"The logits of {run.phase} are [{shown}], not one row per request.")]
     if run.phase == "prefill" and value.shape[1].value != 1:
         return [_finding(file, node, "KV264", f"The logits of prefill are [{shown}], not [n, 1, V].")]

@@ -48,7 +48,13 @@ NEEDED: dict[str, dict[str, Any]] = {
     "hunyuan_vl_text": {"head_dim": 128},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
-    "deepseek_v2": {"moe_intermediate_size": 1408, "num_experts_per_tok": 2, "n_routed_experts": 8, "n_group": 1, "topk_group": 1},
+    "deepseek_v2": {
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 8,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "deepseek_ocr2_text": {"num_experts_per_tok": 2, "n_routed_experts": 8, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "glm4v_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 24, 24]}},
@@ -124,19 +130,21 @@ def _setup() -> None:
     AttentionMaskInterface.register("kvskill_record", _mask)
 
 
+def _takes(cls: type, config: type) -> bool:
+    """Does a class say that it is built from this config class?"""
+    hints = getattr(cls, "__annotations__", {})
+    if hints.get("config") in (config, config.__name__):
+        return True
+    if not issubclass(cls, transformers.PreTrainedModel) or not isinstance(getattr(cls, "config_class", None), type):
+        return False
+    return cls.config_class is config or config in hints.values()
+
+
 def _model_class(config: Any) -> Any:
     """The text model of a config class that AutoModel does not know: by config_class, the smallest name first."""
     name = type(config).__module__.replace("configuration_", "modeling_")
     module = importlib.import_module(name)
-    found = [
-        x
-        for x in vars(module).values()
-        if isinstance(x, type)
-        and issubclass(x, transformers.PreTrainedModel)
-        and isinstance(getattr(x, "config_class", None), type)
-        and (x.config_class is type(config) or type(config) in getattr(x, "__annotations__", {}).values())
-        or (isinstance(x, type) and getattr(x, "__annotations__", {}).get("config") in (type(config), type(config).__name__))
-    ]
+    found = [x for x in vars(module).values() if isinstance(x, type) and _takes(x, type(config))]
     models = [x for x in found if x.__name__.endswith(("TextModel", "Model", "ForCausalLM", "Decoder"))]
     if not models:
         raise ValueError(f"no model class for {type(config).__name__}")
@@ -165,6 +173,10 @@ def observe(config: Any) -> Observed:
     return best
 
 
+def _shown(exc: BaseException) -> str:
+    return f"{type(exc).__name__}: {str(exc)[:120]}".replace("\n", " ")
+
+
 def _observe(config: Any, device: str, masked: bool) -> Observed:
     RECORDS.clear()
     config = copy.deepcopy(config)
@@ -191,7 +203,7 @@ def _observe(config: Any, device: str, masked: bool) -> Observed:
     except BaseException as exc:  # anything: it only means that this class is compared less deeply
         if isinstance(exc, KeyboardInterrupt):
             raise
-        return Observed(False, records=list(RECORDS), error=f"{type(exc).__name__}: {str(exc)[:120]}".replace("\n", " "))
+        return Observed(False, records=list(RECORDS), error=_shown(exc))
     cache = out.get("past_key_values") if hasattr(out, "get") else None
     cache = getattr(cache, "self_attention_cache", cache)
     rows = []
@@ -321,7 +333,8 @@ def _compare_records(facts: ConfigFacts, seen: Observed, model_type: str) -> lis
     for record in seen.records:
         slot = by_layer.get(record["layer"]) if isinstance(record["layer"], int) else None
         if slot is None or not slot.grows:
-            if record["layer"] is not None and "Residual" not in record["class"] and slot is not None and slot.kind != "cross":
+            known = record["layer"] is not None and slot is not None and slot.kind != "cross"
+            if known and "Residual" not in record["class"]:
                 wrong.append(f"layer {record['layer']}: {record['class']} attends, expected {slot.kind}")
             continue
         where = f"layer {slot.index} {record['class']}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvskill.analyzer.modeling import shapes
@@ -396,8 +396,8 @@ def call_builtin(walk: Walk, name: str, args: list[Value], kwargs: dict[str, Val
             dim = walk.as_dim(arg)
             bounds.append(walk.concrete_dim(dim) if dim is not None else None)
         if all(b is not None for b in bounds) and bounds:
-            items = range(*[b for b in bounds if b is not None])
-            return Tup([Const(i) for i in items[:4096]], is_list=True)
+            numbers = range(*[b for b in bounds if b is not None])
+            return Tup([Const(i) for i in numbers[:4096]], is_list=True)
         return Unknown("range")
     if name in ("len",) and first is not None:
         if isinstance(first, (Tup, ModuleSeq)):
@@ -432,7 +432,7 @@ def call_builtin(walk: Walk, name: str, args: list[Value], kwargs: dict[str, Val
             return Unknown("zip", tuple(args))
         rows = list(zip(*[s for s in seqs if s is not None], strict=False))
         lead = next((a for a in args if isinstance(a, ModuleSeq)), None)
-        keep = _representatives(walk, lead.items) if lead is not None else range(len(rows))
+        keep: Iterable[int] = _representatives(walk, lead.items) if lead is not None else range(len(rows))
         return Tup([Tup(list(rows[i])) for i in keep if i < len(rows)])
     if name in ("list", "tuple") and args:
         if isinstance(first, ModuleSeq):
@@ -552,13 +552,21 @@ def _extreme(walk: Walk, name: str, args: list[Value]) -> Value:
     return Scalar(text, Dim.atom(text))
 
 
+_CONVERT: dict[str, Callable[[Any], Any]] = {
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "str": str,
+    "abs": abs,
+    "round": round,
+}
+
+
 def _convert(walk: Walk, name: str, args: list[Value]) -> Value:
     value = args[0] if args else Const(0)
     if isinstance(value, Const):
         try:
-            return Const(
-                {"int": int, "float": float, "bool": bool, "str": str, "abs": abs, "round": round}[name](value.value)
-            )  # type: ignore[operator]
+            return Const(_CONVERT[name](value.value))
         except (TypeError, ValueError):
             return Unknown(name)
     if name in ("int", "abs", "round"):

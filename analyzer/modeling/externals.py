@@ -145,9 +145,9 @@ def _torch_function(walk: Walk, base: str, args: list[Value], kwargs: dict[str, 
         return walk.tensor("placeholder" if empty else "constant", list(args), shape, node)
     if base in _CREATE:
         sizes = first if isinstance(first, Tup) else Tup([a for a in args if walk.as_dim(a) is not None])
-        if isinstance(kwargs.get("size"), Tup):
-            sizes = kwargs["size"]
-        assert isinstance(sizes, Tup)
+        named = kwargs.get("size")
+        if isinstance(named, Tup):
+            sizes = named
         if base == "full" and not isinstance(first, Tup):
             return walk.tensor(base, list(args), None, node)
         return walk.tensor(base, [], tuple(walk.as_dim(i) or fresh() for i in sizes.items), node)
@@ -240,6 +240,9 @@ def _torch_function(walk: Walk, base: str, args: list[Value], kwargs: dict[str, 
         return walk.tensor(base, [first], (*first.shape, const(2)) if first.shape is not None else None, node)
     if base in ("polar", "complex") and isinstance(first, Tensor):
         return walk.tensor(base, list(args), first.shape, node)
+    if base in ("bucketize", "searchsorted"):
+        keys = first if base == "bucketize" else (rest[0] if rest else None)
+        return walk.tensor(base, list(args), keys.shape if isinstance(keys, Tensor) else None, node)
     if base in ("finfo", "iinfo"):
         return Unknown(base)
     if base in ("no_grad", "inference_mode", "autocast", "is_grad_enabled", "get_default_dtype", "device"):

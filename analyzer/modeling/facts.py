@@ -19,7 +19,6 @@ __all__ = [
     "AttentionFacts",
     "Binding",
     "CacheDecl",
-    "LastToken",
     "ModelFacts",
     "Seam",
     "State",
@@ -102,17 +101,6 @@ class AttentionFacts:
 
 
 @dataclass(frozen=True, eq=False)
-class LastToken:
-    """How the model picks the token that goes to the head. `stmts` are replaced; none means it does not pick."""
-
-    func: ast.FunctionDef
-    file: SourceFile
-    stmts: tuple[ast.stmt, ...]
-    name: str
-    anchor: ast.stmt
-
-
-@dataclass(frozen=True, eq=False)
 class ModelFacts:
     """Everything that is known of a model folder's code."""
 
@@ -126,4 +114,3 @@ class ModelFacts:
     prefill: Run | None = None
     decode: Run | None = None
     findings: tuple[Diagnostic, ...] = field(default=())
-    block_tests: tuple[Diagnostic, ...] = field(default=())

@@ -62,6 +62,8 @@ _MASK_OPS = frozenset(
         "cumsum",
         "index_select",
         "gather",
+        "bucketize",
+        "searchsorted",
         "new_zeros",
         "new_ones",
         "new_full",
@@ -252,7 +254,7 @@ def _score_path(walk: Walk, scores: Tensor | None, out: Attend) -> Tensor | None
                 out.scale.append((t.op, other, _other_operand(t, main)))
             t = main if isinstance(main, Tensor) else None
         elif t.op in ("add", "masked_fill", "masked_fill_", "where", "sub"):
-            tensors = [p for p in tensor_parents(t)]
+            tensors = list(tensor_parents(t))
             main2 = next((p for p in tensors if _holds_scores(p)), None)
             for p in tensors:
                 if p is main2:

@@ -41,9 +41,9 @@ def settings_of(program: Program, entry: ClassVal | None, values: Mapping[str, A
         plain = _plain(value)
         if plain is not MISSING:
             out[name] = plain
-    for name, value in _attribute_map(cls).items():
-        if value in out and name not in out:
-            out[name] = out[value]
+    for name, same in _attribute_map(cls).items():
+        if same in out and name not in out:
+            out[name] = out[same]
     return out
 
 

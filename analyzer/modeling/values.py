@@ -99,7 +99,7 @@ class Tup(Value):
 
 
 @dataclass(eq=False, repr=False)
-class Dict_(Value):
+class Dict_(Value):  # noqa: N801 (Dict alone would read as typing's)
     """A dict with constant keys; `rest` stands for entries that are not known."""
 
     items: dict[Any, Value]

@@ -60,6 +60,11 @@ _BINOPS: dict[type[ast.operator], tuple[str, Callable[[Any, Any], Any]]] = {
     ast.RShift: ("rshift", operator.rshift),
 }
 _SIGN = {"add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%", "pow": "**"}
+_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Invert: operator.invert,
+}
 _CMP: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -243,7 +248,7 @@ class Walk:
         return out
 
     def taint(self, target: Value, values: list[Value]) -> None:
-        """An in-place write of hidden states into a tensor makes that tensor, and what it is a view of, hidden states."""
+        """A write of hidden states into a tensor makes it, and what it is a view of, hidden states."""
         if not any(isinstance(v, Tensor) and v.stream for v in values):
             return
         t: Value | None = target
@@ -614,7 +619,7 @@ class Walk:
             for elt in node.elts:
                 if isinstance(elt, ast.Starred):
                     inner = self.eval(elt.value)
-                    if isinstance(inner, Tup) or isinstance(inner, ModuleSeq):
+                    if isinstance(inner, (Tup, ModuleSeq)):
                         items.extend(inner.items)
                     else:
                         return Unknown("star of an unknown sequence", (inner,))
@@ -636,9 +641,9 @@ class Walk:
                 if isinstance(k, Const):
                     out.items[k.value] = value
                 else:
-                    known = self.concrete(k.path) if isinstance(k, Ref) else MISSING
-                    if known is not MISSING:
-                        out.items[known] = value
+                    name = self.concrete(k.path) if isinstance(k, Ref) else MISSING
+                    if name is not MISSING:
+                        out.items[name] = value
                     else:
                         out.rest = value
             return out
@@ -666,8 +671,7 @@ class Walk:
             return env[name]
         globals_ = self.modules.get(self.frame.file.shown, {})
         if name in globals_:
-            value = globals_[name]
-            return value
+            return globals_[name]
         return py.builtin(name)
 
     def _attribute(self, node: ast.Attribute, obj: Value) -> Value:
@@ -796,11 +800,7 @@ class Walk:
             return self.tensor(name, [value], value.shape, node)
         if isinstance(value, Const) and isinstance(node.op, (ast.USub, ast.UAdd, ast.Invert)):
             try:
-                return Const(
-                    {ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Invert: operator.invert}[type(node.op)](
-                        value.value
-                    )
-                )
+                return Const(_UNARY[type(node.op)](value.value))
             except Exception:
                 return Unknown("unary")
         dim = self.as_dim(value)
@@ -933,7 +933,7 @@ class Walk:
         for arg in node.args:
             if isinstance(arg, ast.Starred):
                 inner = self.eval(arg.value)
-                if isinstance(inner, Tup) or isinstance(inner, ModuleSeq):
+                if isinstance(inner, (Tup, ModuleSeq)):
                     args.extend(inner.items)
                 else:
                     args.append(Unknown("star argument", (inner,)))

@@ -1,4 +1,4 @@
-"""Known mistakes of hand-paged runners, each at its line (operator sheet section 16, items 11, 12, 14, 19; A6, B(k))."""
+"""Known mistakes of hand-paged runners, each at its line (operator sheet 16: items 11, 12, 14, 19; A6, B(k))."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _absorbed_prefill(calls: Iterable[Attend]) -> Iterator[Diagnostic]:
         if a.latent and a.prefill:
             yield _warn(
                 "KV284",
-                "Prefill attends over the latent cache; the operator profile allows 16 query tokens per sequence there.",
+                "Prefill attends over the latent cache; the operator profile allows 16 query tokens per request there.",
                 "Expand K and V for prefill (layout NTD_TND, head size 128 + 64), or use a CANN release that lifts the "
                 "limit.",
                 a.inside.file,
@@ -252,9 +252,12 @@ def _lengths_in(func: Function) -> Iterator[Diagnostic]:
 def _slot_base(node: ast.AST) -> str | None:
     """The name `n` of a slot formula `n.view(-1, 1) + offset` that is bound or passed as slots."""
     value: ast.expr | None = None
-    if isinstance(node, ast.Assign) and any("slot" in (own_name(t) or "") for t in node.targets):
-        value = node.value
-    elif isinstance(node, ast.keyword) and "slot" in (node.arg or ""):
+    names: list[str | None] = []
+    if isinstance(node, ast.Assign):
+        names = [own_name(t) for t in node.targets]
+    elif isinstance(node, ast.keyword):
+        names = [node.arg]
+    if isinstance(node, (ast.Assign, ast.keyword)) and any("slot" in (n or "") for n in names):
         value = node.value
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
         for side in (value.left, value.right):

@@ -107,13 +107,13 @@ def _settings(program: Program) -> Dict_:
             key = node.args[0]
             if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
                 continue
-            assert isinstance(node.func, ast.Attribute) or isinstance(node.func, ast.Name)
+            assert isinstance(node.func, (ast.Attribute, ast.Name))
             inner = node.func.value if isinstance(node.func, ast.Attribute) else None
             section = _section(inner)
             if section is None:
                 continue
             items = sections.setdefault(section, {})
-            if section == "parallel_config" and key.value.endswith("_size") or len(node.args) == 1:
+            if (section == "parallel_config" and key.value.endswith("_size")) or len(node.args) == 1:
                 items[key.value] = Ref(f"infer.{section}.{key.value}")
     out: dict[Any, Value] = {name: Dict_(dict(items)) for name, items in sections.items()}
     out.setdefault("parallel_config", Dict_({}))

@@ -79,7 +79,7 @@ def _own_expressions(stmt: ast.stmt) -> list[ast.AST]:
     if isinstance(stmt, ast.For):
         return [stmt.target, stmt.iter]
     if isinstance(stmt, ast.With):
-        return [i for i in stmt.items]
+        return list(stmt.items)
     if isinstance(stmt, (ast.Try, ast.FunctionDef, ast.ClassDef)):
         return []
     return [stmt]

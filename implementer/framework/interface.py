@@ -156,26 +156,21 @@ def register_groups(ctx: Context) -> None:
             "Take `comm_manager` in __init__ and register the group before building submodules.",
         )
         return
-    comm_name = comm if comm.startswith("self.") else comm
     names = _wanted_groups(ctx)
     lines = ["# the paged engine sizes its blocks over this group"]
     for name in names:
         size = f"{infer}.parallel_config.{name.removesuffix('_group')}_size"
         lines += [
-            f"{comm_name}.register_group(",
+            f"{comm}.register_group(",
             f'    name="{name}",',
             f"    group_num={infer}.parallel_config.world_size // {size},",
             f"    group_size={size},",
             ")",
         ]
     text = "\n".join(lines) + "\n"
-    if comm_name.startswith("self.") or infer.startswith("self."):
+    if comm.startswith("self.") or infer.startswith("self."):
         anchor = max(
-            (
-                s
-                for n in (comm_name, infer)
-                if n.startswith("self.") and (s := run.root.attr_nodes.get(n[5:])) is not None
-            ),
+            (s for n in (comm, infer) if n.startswith("self.") and (s := run.root.attr_nodes.get(n[5:])) is not None),
             key=lambda s: s.lineno,
             default=call,
         )
@@ -225,12 +220,12 @@ def _insert_import(ctx: Context, file: SourceFile, lines: list[str]) -> None:
     imports = [s for s in file.tree.body if isinstance(s, (ast.Import, ast.ImportFrom))]
     own = [s for s in imports if isinstance(s, ast.ImportFrom) and (s.module or "").startswith("executor")]
     plain = [s for s in imports if not (isinstance(s, ast.ImportFrom) and s.level)]
-    anchor = (own or plain or imports or [None])[-1]  # type: ignore[list-item]
+    candidates = own or plain or imports
     edits = ctx.edit_set(file)
     text = "\n".join(lines) + "\n"
-    if anchor is not None:
-        assert not indent_of(file, anchor)
-        insert_after(edits, anchor, text, "imports")
+    if candidates:
+        assert not indent_of(file, candidates[-1])
+        insert_after(edits, candidates[-1], text, "imports")
     else:
         insert_before(edits, body_start_of_module(file), text, "imports")
 

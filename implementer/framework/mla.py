@@ -28,8 +28,10 @@ __all__ = ["convert_mla", "leftover_caches"]
 ABSORBED = ("absorbed_k", "absorbed_v")  # attributes that hold the two halves of the up projection
 METHOD = "split_up_projection"
 CACHES = ("nope_cache", "rope_cache")
-_NAMES = ("q_nope", "q_rope", "k_rope", "latent", "kv", "slots", "q_lengths", "kv_lengths", "table")
-_NAMES += ("block_size", "blocks", "draft", "ops", "raw")
+_NAMES = (
+    *("q_nope", "q_rope", "k_rope", "latent", "kv", "slots", "q_lengths", "kv_lengths", "table"),
+    *("block_size", "blocks", "draft", "ops", "raw"),
+)
 
 
 def convert_mla(ctx: Context, facts: AttentionFacts, meta: str) -> None:

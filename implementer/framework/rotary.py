@@ -119,7 +119,7 @@ def _phase_branch(ctx: Context, frame: Frame, node: ast.AST) -> tuple[ast.If, bo
     run = ctx.facts.prefill
     assert run is not None
     for test in run.walk.tests:
-        phase = "S" in test.axes or test.value == Const(True) and _decode_value(ctx, test) == Const(False)
+        phase = "S" in test.axes or (test.value == Const(True) and _decode_value(ctx, test) == Const(False))
         if test.frame.func is frame.func and isinstance(test.owner, ast.If) and phase:
             if any(n is node for s in test.owner.body for n in ast.walk(s)):
                 return test.owner, True

@@ -62,7 +62,7 @@ def convert_allocation(ctx: Context, alloc: Allocation, config: Mapping[str, Any
     values = _Values(alloc.inside, config)
     parts = _parts(shape, values) if shape is not None else None
     if parts is None or any(
-        ast.dump(a) != ast.dump(b) for a, b in zip(shape or [], _shape(func, alloc.calls[-1]) or [])
+        ast.dump(a) != ast.dump(b) for a, b in zip(shape or [], _shape(func, alloc.calls[-1]) or [], strict=False)
     ):
         ctx.refuse(
             file,

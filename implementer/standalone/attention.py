@@ -14,9 +14,10 @@ from kvskill.implementer.textops import insert_before
 
 __all__ = ["convert_attention"]
 
-_LOCALS = (
-    "rows query key value key_cache value_cache slots kv_lengths table block_size packed".split()
-)  # fresh names of the template
+# fresh names of the template
+_LOCALS = [
+    "rows", "query", "key", "value", "key_cache", "value_cache", "slots", "kv_lengths", "table", "block_size", "packed",
+]  # fmt: skip
 
 
 def convert_attention(ctx: Context, facts: AttentionFacts) -> None:

@@ -93,7 +93,7 @@ def convert_loop(ctx: Context, loop: Loop, me: str) -> bool:
         f"{positions.id} = {meta}.position_ids\n"
     )
     call_stmt = _statement(node, loop.decode)
-    inside = [s for s in statements(decode_loop.body)]
+    inside = list(statements(decode_loop.body))
     old = [s for n in (lengths.id, positions.id) for s in _assigns(node, n) if s in inside]
     _put(ctx, file, node, sorted(old, key=lambda s: s.lineno), call_stmt, step, unit)
     for call in (loop.prefill, loop.decode):
@@ -154,9 +154,8 @@ def _assigns(node: ast.FunctionDef, name: str) -> list[ast.stmt]:
     """Statements that bind nothing but this name."""
     out: list[ast.stmt] = []
     for s in statements(node.body):
-        if isinstance(s, ast.Assign) and len(s.targets) == 1 and own_name(s.targets[0]) == name:
-            out.append(s)
-        elif isinstance(s, ast.AugAssign) and isinstance(s.target, ast.Name) and s.target.id == name:
+        assigned = isinstance(s, ast.Assign) and len(s.targets) == 1 and own_name(s.targets[0]) == name
+        if assigned or (isinstance(s, ast.AugAssign) and isinstance(s.target, ast.Name) and s.target.id == name):
             out.append(s)
     return out
 

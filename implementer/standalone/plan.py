@@ -13,8 +13,8 @@ from kvskill.analyzer.modeling.values import Tensor
 from kvskill.analyzer.runner.files import functions, leaf
 from kvskill.analyzer.runner.walkrun import CACHES
 from kvskill.diagnostics import Diagnostic, Severity, Span
-from kvskill.implementer.framework.context import Context
 from kvskill.implementer.framework.calls import write_additions
+from kvskill.implementer.framework.context import Context
 from kvskill.implementer.framework.deadcode import settle_names, sweep, write_removals
 from kvskill.implementer.plan import Plan
 from kvskill.implementer.standalone.allocation import Allocation, convert_allocation, find_allocations
@@ -196,7 +196,12 @@ def _other_readers(ctx: Context) -> None:
             base = node.value if isinstance(node, ast.Attribute) else None
             while isinstance(base, ast.Subscript):
                 base = base.value
-            if sized and isinstance(node.value, ast.Subscript) and leaf(base or node) in CACHES:
+            if (
+                sized
+                and isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Subscript)
+                and leaf(base or node) in CACHES
+            ):
                 ctx.optional(
                     file,
                     node,

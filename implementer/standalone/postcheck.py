@@ -54,7 +54,7 @@ def postcheck_standalone(plan: Plan, facts: ModelFacts, config: Mapping[str, Any
     assert entry is not None
     settings = settings_of(program, entry, config)
     for phase in ("prefill", "decode"):
-        run = run_standalone(program, entry, settings, phase)  # type: ignore[arg-type]
+        run = run_standalone(program, entry, settings, phase)
         out.extend(
             Diagnostic(
                 "KV293",

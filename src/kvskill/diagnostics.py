@@ -112,7 +112,7 @@ class InputError(KvskillError):
     exit_code = ExitCode.CANNOT_RUN
 
 
-class Refusal(KvskillError):
+class Refusal(KvskillError):  # noqa: N818 (not a failure: an answer)
     """The input is readable but is not converted: exit 3, nothing was written."""
 
     exit_code = ExitCode.REFUSED

@@ -21,15 +21,15 @@ __all__ = [
     "FaCall",
     "Group",
     "InputFile",
-    "ManualTask",
     "Manifest",
+    "ManualTask",
     "MemoryPlan",
     "ModelRef",
     "Overrides",
     "TargetProfile",
+    "dump_manifest",
     "load_manifest",
     "load_overrides",
-    "dump_manifest",
 ]
 
 SCHEMA_VERSION = 1

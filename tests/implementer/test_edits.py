@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -10,19 +11,21 @@ from hypothesis import strategies as st
 
 from kvskill.implementer.edits import EditConflict, EditSet
 from kvskill.implementer.textops import insert_after, insert_before, remove_statements, statements
-from kvskill.source import read_source
+from kvskill.source import SourceFile, read_source
 
 TEXT = "import os\n\n\ndef f(a):\n    # first\n    b = a + 1\n    # second\n    c = b + 2  # tail\n    return c\n"
 
 
-def source(tmp_path: Path, text: str | bytes = TEXT):  # type: ignore[no-untyped-def]
+def source(tmp_path: Path, text: str | bytes = TEXT) -> SourceFile:
     path = tmp_path / "m.py"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return read_source(path)
 
 
-def func(file):  # type: ignore[no-untyped-def]
-    return file.tree.body[1]
+def func(file: SourceFile) -> ast.FunctionDef:
+    found = file.tree.body[1]
+    assert isinstance(found, ast.FunctionDef)
+    return found
 
 
 def test_overlap_is_refused(tmp_path: Path) -> None:

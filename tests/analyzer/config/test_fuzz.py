@@ -20,7 +20,8 @@ DEFAULTS = json.loads((files("kvskill") / "data" / "class_defaults.json").read_t
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3, 64, 4096, 10**9, 1.5, 0.0, -2.5, 1e300, "", "x", "full_attention", "MEM*", [],
     [0], [1, 2], ["full_attention"], ["sliding_attention", "full_attention"], [None], [[1]], [[["global"], 2]], {},
-    {"a": 1}, {"type": "yarn", "factor": 4}, {"rope_type": "x", "factor": None}, {"factor": "x"}, {"full_attention": {}},
+    {"a": 1}, {"type": "yarn", "factor": 4}, {"rope_type": "x", "factor": None}, {"factor": "x"},
+    {"full_attention": {}},
     {"0": {"num_key_value_heads": 1}}, {"full_attn_layers": [1]}, "alibi", [{"attention": {"n_heads_in_group": 4}}],
     [{"attention": None}], {"kv_n_heads": 2}, {"sparse_attention_freq": [0, 1]},
 ]  # fmt: skip

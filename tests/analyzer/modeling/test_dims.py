@@ -10,7 +10,8 @@ B, S, N = Dim.atom("B"), Dim.atom("S"), Dim.atom("config.heads")
 
 
 def test_polynomials_have_one_form() -> None:
-    assert B * S + S * B == const(2) * B * S
+    both = B * S + S * B
+    assert both == const(2) * B * S
     assert (B + S) - S == B
     assert (B - B).value == 0
 

@@ -127,19 +127,32 @@ UNDERSTOOD = {
     "default scale of SDPA": ({"attend": ATTEND.replace(", scale=self.scale", "")}, "scale", "self.dim ** -0.5"),
     "eager with a scale": ({"attend": EAGER.format(middle="")}, "scale", "self.scale"),
     "eager without a scale": ({"attend": EAGER.format(middle="").replace(" * self.scale", "")}, "scale", "1.0"),
-    "division": ({"attend": EAGER.format(middle="").replace("* self.scale", "/ self.dim")}, "scale", "1.0 / (self.dim)"),
+    "division": (
+        {"attend": EAGER.format(middle="").replace("* self.scale", "/ self.dim")},
+        "scale",
+        "1.0 / (self.dim)",
+    ),
     "aliased caches": (
-        {"write": "        kc, vc = self.k_cache, self.v_cache\n" + WRITE.replace("self.k_cache", "kc").replace("self.v_cache", "vc")},
+        {
+            "write": "        kc, vc = self.k_cache, self.v_cache\n"
+            + WRITE.replace("self.k_cache", "kc").replace("self.v_cache", "vc")
+        },
         "scale",
         "self.scale",
     ),
     "operator imported by name": (
-        {"imports": "from torch_npu import scatter_update_ as put", "write": WRITE.replace("torch_npu.scatter_update_", "put")},
+        {
+            "imports": "from torch_npu import scatter_update_ as put",
+            "write": WRITE.replace("torch_npu.scatter_update_", "put"),
+        },
         "scale",
         "self.scale",
     ),
     "softmax subtracts its maximum": (
-        {"attend": EAGER.format(middle="scores = scores - scores.amax(dim=-1, keepdim=True)")}, "scale", "self.scale"),
+        {"attend": EAGER.format(middle="scores = scores - scores.amax(dim=-1, keepdim=True)")},
+        "scale",
+        "self.scale",
+    ),
 }
 
 
@@ -155,7 +168,10 @@ REFUSED = {
     "soft cap": ({"attend": EAGER.format(middle="scores = 50.0 * torch.tanh(scores / 50.0)")}, "KV140", "tanh"),
     "soft cap by method": ({"attend": EAGER.format(middle="scores = (scores / 30.0).tanh() * 30.0")}, "KV140", "tanh"),
     "learned factor": (
-        {"init": "        self.temp = nn.Parameter(torch.ones(4))", "attend": EAGER.format(middle="scores = scores * self.temp.view(1, -1, 1, 1)")},
+        {
+            "init": "        self.temp = nn.Parameter(torch.ones(4))",
+            "attend": EAGER.format(middle="scores = scores * self.temp.view(1, -1, 1, 1)"),
+        },
         "KV141",
         "factor",
     ),
@@ -168,13 +184,25 @@ REFUSED = {
         "bias",
     ),
     "chunks of positions": (
-        {"attend": EAGER.format(middle="pos = torch.arange(s)\n        scores = scores + ((pos[:, None] // 4) == (pos[None, :] // 4))")},
+        {
+            "attend": EAGER.format(
+                middle="pos = torch.arange(s)\n        scores = scores + ((pos[:, None] // 4) == (pos[None, :] // 4))"
+            )
+        },
         "KV144",
         "chunk",
     ),
-    "value changed on the way to the cache": ({"write": WRITE.replace("v.transpose", "(v * 0.5).transpose")}, "KV153", "written"),
+    "value changed on the way to the cache": (
+        {"write": WRITE.replace("v.transpose", "(v * 0.5).transpose")},
+        "KV153",
+        "written",
+    ),
     "K and V caches swapped in the read": (
-        {"write": WRITE.replace("self.k_cache", "self.X").replace("self.v_cache", "self.k_cache").replace("self.X", "self.v_cache")},
+        {
+            "write": WRITE.replace("self.k_cache", "self.X")
+            .replace("self.v_cache", "self.k_cache")
+            .replace("self.X", "self.v_cache")
+        },
         "KV153",
         "different caches",
     ),
@@ -210,7 +238,8 @@ WINDOWS = {
         "self.window",
     ),
     "flag attribute": (
-        '        self.window = config.sliding_window\n        self.local = config.layer_types[layer_idx] == "sliding_attention"',
+        "        self.window = config.sliding_window\n"
+        '        self.local = config.layer_types[layer_idx] == "sliding_attention"',
         "self.local",
         "config.sliding_window if self.local else None",
     ),
