@@ -338,6 +338,75 @@ MLA = (
             "weight[:, self.nope_dim :], weight[:, : self.nope_dim]",
         ),
     ),
+    row(
+        "key heads of the absorbed call not one",
+        "mla",
+        "KV453",
+        ("num_key_value_heads=1", "num_key_value_heads=self.num_heads"),
+        refused=True,
+    ),
+    row(
+        "causal mode without a mask, absorbed",
+        "mla",
+        "KV450",
+        ("                sparse_mode=0,\n", "                sparse_mode=3,\n"),
+        refused=True,
+    ),
+    row(
+        "band mode, absorbed",
+        "mla",
+        "KV459",
+        (
+            "                sparse_mode=0,\n                atten_mask=None,\n",
+            "                sparse_mode=4,\n                atten_mask=forward_metadata.attention_mask,\n",
+        ),
+        refused=True,
+    ),
+    row("ND written, NZ read", "mla", "KV401", ('cache_mode="PA_NZ"', 'cache_mode="PA"')),
+    row(
+        "latent and rope cache swapped",
+        "mla",
+        "KV462",
+        (
+            "            self.rope_cache,\n            self.nope_cache,\n",
+            "            self.nope_cache,\n            self.rope_cache,\n",
+        ),
+        refused=True,
+    ),
+    row(
+        "latent cached without the norm's weight",
+        "mla",
+        "KV400",
+        ("            self.kv_a_layernorm.weight,\n", "            torch.ones_like(self.kv_a_layernorm.weight),\n"),
+    ),
+    row(
+        "key not rotated",
+        "mla",
+        "KV400",
+        ("            cos.view(tokens, 1, 1, -1),\n", "            torch.ones_like(cos).view(tokens, 1, 1, -1),\n"),
+        ("            sin.view(tokens, 1, 1, -1),\n", "            torch.zeros_like(sin).view(tokens, 1, 1, -1),\n"),
+    ),
+    row(
+        "value side of the absorbed form missing",
+        "mla",
+        "KV400",
+        (
+            'output = torch.einsum("htr,hdr->thd", latent_out, to_value)',
+            "output = latent_out[..., : self.v_dim].transpose(0, 1)",
+        ),
+    ),
+    row(
+        "fresh latent read without asking for it",
+        "mla",
+        "KV401",
+        ("            is_output_kv=True,\n", ""),
+    ),
+    row(
+        "rope part of the query dropped in decode",
+        "mla",
+        "KV400",
+        ("query_rope=q_rope.contiguous()", "query_rope=torch.zeros_like(q_rope)"),
+    ),
 )
 
 ROWS = (*GQA, *MIXED, *MLA)
