@@ -179,7 +179,10 @@ class _Values:
         return self._says(node, "head") and self.value(node) == self.kv_heads and not self._says(node, "head_dim")
 
     def dim(self, node: ast.expr) -> bool:
-        return self.value(node) == self.head_dim and (self._says(node, "dim") or self._says(node, "size"))
+        value = self.value(node)
+        if value is None:  # a setting that this config leaves to its class
+            return isinstance(node, ast.Attribute) and node.attr == "head_dim"
+        return value == self.head_dim and (self._says(node, "dim") or self._says(node, "size"))
 
     def factors(self, node: ast.expr) -> tuple[ast.expr, ast.expr] | None:
         """(heads, dim) of a product."""

@@ -1,0 +1,59 @@
+"""Standalone deployment on real trees: one runner is converted and verified, one is already paged by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+QWEN, KIMI = "qwen3-moe", "kimi-k2-thinking"
+
+
+def standalone_qwen3_moe(context: Any) -> str:
+    """analyze, apply, verify without hand edits; equal to its before-state one prompt at a time and to HF."""
+    python = context.old_transformers()
+    model = context.copy("24b5f5a", QWEN) / "models" / QWEN
+    context.kvskill("analyze", model)
+    context.kvskill("apply", model)
+    report = context.verify(model, "--python", python)
+    oracles = {c["oracle"] for c in report["comparisons"]}
+    assert oracles == {"HF, right", "old, right"}, oracles
+    assert all(c["ok"] is not False for c in report["checks"])
+    worst = max(c["relative"] for c in report["comparisons"])
+    again = context.kvskill("apply", model)
+    assert "nothing to do" in again.stdout
+    return f"{len(report['comparisons'])} comparisons, worst {worst:.1e}, {report['seconds']} s"
+
+
+def cache_length_no_multiple(context: Any) -> str:
+    """Block size 16, prompts and steps for a cache of 300 positions that is filled to the end."""
+    python = context.old_transformers()
+    model = context.copy("24b5f5a", QWEN) / "models" / QWEN
+    context.kvskill("analyze", model)
+    context.kvskill("apply", model)
+    report = context.verify(
+        model, "--python", python, "--prompts", "277,5", "--decode-steps", 24, "--block-size", 16, "--timeout", 500
+    )
+    assert "cache length 300" in report["setup"][0], report["setup"]
+    return f"worst {max(c['relative'] for c in report['comparisons']):.1e}"
+
+
+def kimi_by_hand(context: Any) -> str:
+    """Modes two and three by hand: nothing to convert, exit 0, hazards at their lines."""
+    tree = context.copy("db40505", KIMI)
+    model = tree / "models" / KIMI
+    found = json.loads(context.kvskill("analyze", model, "--json").stdout)
+    text = json.dumps(found)
+    for code in ("KV280", "KV282", "KV283", "KV284", "KV285"):
+        assert f'"{code}"' in text, code
+    before = {p: p.read_bytes() for p in model.rglob("*.py")}
+    done = context.kvskill("apply", model)
+    assert "nothing to do" in done.stdout
+    assert before == {p: p.read_bytes() for p in model.rglob("*.py")}
+    return "five kinds of findings, no file changed"
+
+
+LINES = [
+    ("standalone qwen3-moe at 24b5f5a converts and agrees with its before-state and HF", standalone_qwen3_moe),
+    ("the same with a cache of 300 positions and block size 16", cache_length_no_multiple),
+    ("kimi-k2-thinking at db40505 is paged by hand", kimi_by_hand),
+]

@@ -1,0 +1,67 @@
+"""What the conversion of a runner writes, and what it refuses with a place and without writing."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvskill.diagnostics import Refusal
+
+RUNNER, MODEL = "runner_skel.py", "models/modeling_skel.py"
+
+
+def test_model_and_runner_are_converted_together(case: Callable[[str], Any]) -> None:
+    folder = case("skeleton_gqa")
+    done = folder.convert()
+    assert sorted(c.path.rsplit("/", 1)[1] for c in done.changes) == ["modeling_skel.py", "runner_skel.py"]
+    runner = (folder.model / RUNNER).read_text(encoding="utf-8")
+    model = (folder.model / MODEL).read_text(encoding="utf-8")
+    for text in (runner, model):
+        ast.parse(text)
+    assert "scatter_update_" not in model and "npu_scatter_nd_update_" in model
+    assert "inference time cost of prefill is" in runner and "inference time cost of decode is" in runner
+    assert runner.count("self.model(") == 2 and "for step in range(self.max_new_tokens - 1)" in runner
+    assert "logits[:, -1].argmax" in runner  # decode has one column
+    assert runner.count("forward_metadata.last_token(") == 1
+
+
+def test_a_second_conversion_changes_nothing(case: Callable[[str], Any]) -> None:
+    folder = case("skeleton_gqa")
+    folder.convert()
+    before = folder.sources()
+    assert folder.convert().status == "nothing-to-do"
+    assert folder.sources() == before
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "code", "line"),
+    [
+        (RUNNER, "cache.append((k, v))", "cache.append(Pair(k, v))", "KV290", None),
+        (RUNNER, "batch_size, max_seq_len, kv_dim,", "*shape_of(batch_size, max_seq_len, kv_dim),", "KV290", "torch.zeros"),
+        (RUNNER, "next_token = outputs.logits[:, -1]", "next_token = pick(outputs)", "KV290", "self.model("),
+        (RUNNER, "is_prefill=False,", "is_prefill=step < 0,", "KV290", "self.model("),
+        (RUNNER, "inputs = self.tokenizer(", "inputs = self.encode(", "KV290", "def model_generate"),
+        (MODEL, "attn_mask=~attention_mask if is_prefill else None,", "attn_mask=alibi(attention_mask),", None, None),
+        (MODEL, "past_key, past_value = past_key_value", "past_key, past_value = past_key_value.pair()", None, None),
+    ],
+)
+def test_what_is_not_certain_is_refused_and_nothing_is_written(
+    case: Callable[[str], Any], file: str, old: str, new: str, code: str | None, line: str | None
+) -> None:
+    folder = case("skeleton_gqa")
+    folder.replace(file, old, new)
+    before = folder.sources()
+    analysis = folder.analyze()
+    with pytest.raises(Refusal) as caught:
+        folder.apply()
+    assert folder.sources() == before
+    first = caught.value.findings[0]
+    assert first.todo and first.span.line > 0 and first.span.path.endswith(".py")
+    if code is not None:
+        assert first.code == code, (first, analysis.findings)
+    if line is not None:
+        text = (folder.model / file).read_text(encoding="utf-8").splitlines()
+        assert line in text[first.span.line - 1], (first, text[first.span.line - 1])
