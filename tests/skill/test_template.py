@@ -135,7 +135,7 @@ def test_show_for_a_model(tmp_path: Path) -> None:
     code, out = run("template", "show", "attend", "--model", str(folder), "--json")
     data = json.loads(out)
     assert code == 0 and data["name"] == "framework/attend" and data["codes"][0]["code"]
-    code, text = run("template", "show", "attend", "--model", str(tmp_path))
+    code, text = run("template", "show", "framework/attend", "--model", str(tmp_path))
     assert code == 2 and "KV010" in text
 
 
@@ -143,7 +143,9 @@ def test_list_show_and_unknown() -> None:
     code, out = run("template", "list")
     assert code == 0 and len(out.splitlines()) == len(TEMPLATES)
     assert {t["name"] for t in json.loads(run("template", "list", "--json")[1])} == set(TEMPLATES)
-    code, out = run("template", "show", "attend", "--raw", "--lines", "12")
+    code, text = run("template", "show", "attend")
+    assert code == 2 and "framework/attend" in text and "standalone/attend" in text
+    code, out = run("template", "show", "framework/attend", "--raw", "--lines", "12")
     assert code == 0 and "more lines" in out and len(out.splitlines()) == 13
     code, text = run("template", "show", "atend")
     assert code == 2 and "attend" in text

@@ -62,9 +62,14 @@ def show(name: str, model: str | None, repo: Path | None, raw: bool, lines: int,
     )
 
     found = list_templates()
+    manifest = _manifest(model, repo) if model is not None else None
     if name not in found:
         near = [n for n in found if n.split("/")[-1] == name]
-        if len(near) != 1:
+        if manifest is not None:
+            near = [n for n in near if n.startswith(f"{manifest.deployment.value}/")] or near
+        if len(near) > 1:
+            raise click.UsageError(f"{name} is ambiguous: {', '.join(near)}.")
+        if not near:
             raise unknown_name("template", name, [*found, *(n.split("/")[-1] for n in found)])
         name = near[0]
     info = found[name]
@@ -73,8 +78,8 @@ def show(name: str, model: str | None, repo: Path | None, raw: bool, lines: int,
     if not raw and model is None:
         title = "names of a common model; give --model for one of yours"
         codes.append({"title": title, "code": render_template(name, default_context(name))})
-    elif not raw and model is not None:
-        for title, context in model_contexts(name, _manifest(model, repo)):
+    elif not raw and manifest is not None:
+        for title, context in model_contexts(name, manifest):
             codes.append({"title": title, "code": render_template(name, context)})
         if not codes:
             raise click.UsageError(f"No group of the model is served by {name}.")
