@@ -31,8 +31,8 @@ from kvskill.analyzer.modeling.seam import (
     _top,
     attr_for,
 )
-from kvskill.analyzer.modeling.trace import ancestors, chain
-from kvskill.analyzer.modeling.values import Frame, Instance, Tensor
+from kvskill.analyzer.modeling.trace import ancestors, chain, method_frame
+from kvskill.analyzer.modeling.values import Const, Frame, Instance, Tensor
 from kvskill.source import SourceFile
 
 __all__ = ["MlaFacts", "find_mla"]
@@ -77,6 +77,9 @@ def find_mla(mine: list[Instance], reps: list[RepRun]) -> tuple[Seam, MlaFacts] 
     first = reps[0]
     mark = fingerprint(first)
     if mark is None:
+        managed = _self_managed(reps)
+        if managed is not None:
+            raise managed
         return None
     cls = first.inst.cls
     file, node = cls.file, cls.node
@@ -92,6 +95,41 @@ def find_mla(mine: list[Instance], reps: list[RepRun]) -> tuple[Seam, MlaFacts] 
             raise _fail(file, node, "KV270", f"{cls.name} uses other projections in decode.", _BY_HAND)
         found.append((replace(rep, attends=[replace(rep.attends[0], out=parts.out)]), parts))
     return _seam(mine, found, mark)
+
+
+def _self_managed(reps: list[RepRun]) -> SeamError | None:
+    """A class that already calls the operators of the latent path, over blocks and slots of its own.
+
+    Such code needs other arguments, not other code; it is named place by place and left alone.
+    """
+    places: dict[str, str] = {}
+    found: tuple[SourceFile, ast.AST] | None = None
+    for rep in reps:
+        for call in rep.walk.calls:
+            op = call.name.removeprefix("npu:")
+            if call.name == op or method_frame(call.frame, rep.inst) is None:
+                continue
+            line = call.node.lineno
+            if "query_rope" in call.kwargs:
+                found = found or (call.frame.file, call.node)
+                if call.kwargs.get("block_table", Const(None)) != Const(None):
+                    places[f"block_table and key lengths of the call in line {line}"] = rep.run.phase
+                else:
+                    places[f"lengths of the call in line {line}"] = rep.run.phase
+            elif op.startswith(("npu_kv_rmsnorm_rope_cache", "npu_mla_prolog")):
+                places[f"slots of the write in line {line}"] = rep.run.phase
+    if found is None or not places:
+        return None
+    what = "; ".join(sorted(places))
+    cls = reps[0].inst.cls.name
+    return _fail(
+        found[0],
+        found[1],
+        "KV286",
+        f"{cls} runs the latent operators over blocks of its own: {what}.",
+        "Take slot_mapping and block_table of the metadata by attn_type there, lengths as S27-lengths says, "
+        "declare nope_cache and rope_cache as entries, and drop the own block table, slots and init_cache.",
+    )
 
 
 def _check(reps: list[RepRun], file: SourceFile, node: ast.AST) -> None:

@@ -165,9 +165,26 @@ def _up(rep: RepRun, normed: Tensor, raw: Tensor) -> tuple[str, ExtInstance] | N
         for t in below:
             uses = t.op == "linear" and t.attrs.get("module") is module and not outs & ancestors([t])
             weight = t.op == "parameter" and t.attrs.get("owner") is module and t.attrs.get("name") == "weight"
-            if weight or (uses and (normed in ancestors([t]) or any(a.op == "cache" for a in ancestors([t])))):
+            if weight or (uses and _latent_itself(t.parents[0], normed)):
                 return name, module
     return None
+
+
+def _latent_itself(value: Value, normed: Tensor) -> bool:
+    """Is it the normalised latent, or what was cached, and not something that attention made of it?"""
+    todo = [value]
+    for _ in range(40):
+        if not todo:
+            return False
+        t = todo.pop()
+        if not isinstance(t, Tensor):
+            continue
+        if t is normed or t.op == "cache":
+            return True
+        number = t.op in ("mul", "div") and len(tensor_parents(t)) == 1
+        if t.op in LAYOUT | {"getitem", "split", "join", "written", "index_select", "cat", "concat"} or number:
+            todo.extend(tensor_parents(t))
+    return False
 
 
 def parts_of(rep: RepRun, mark: Fingerprint) -> Parts | str:

@@ -352,16 +352,6 @@ MLA = (
         ("                sparse_mode=0,\n", "                sparse_mode=3,\n"),
         refused=True,
     ),
-    row(
-        "band mode, absorbed",
-        "mla",
-        "KV459",
-        (
-            "                sparse_mode=0,\n                atten_mask=None,\n",
-            "                sparse_mode=4,\n                atten_mask=forward_metadata.attention_mask,\n",
-        ),
-        refused=True,
-    ),
     row("ND written, NZ read", "mla", "KV401", ('cache_mode="PA_NZ"', 'cache_mode="PA"')),
     row(
         "latent and rope cache swapped",
