@@ -121,6 +121,8 @@ def _list_of(settings: Settings, concept: str) -> Any:
 def _kv_heads(settings: Settings, q_heads: Value[int], assumed: list[str]) -> Value[int]:
     """K/V heads by the keys that decide, in the order the classes use them."""
     same = Value(q_heads.value, Evidence("derived", q_heads.evidence.keys, "no K/V head key: equals the query heads"))
+    if fixed := settings.info.facts.get("kv_heads"):
+        return Value(int(fixed), Evidence("class-fact", (), "the class has no other number of K/V heads"))
     if (grouped := settings.flag("multi_query_attention")) is not None:
         groups = settings.integer(settings.get("multi_query_group_num"))
         if grouped and groups is not None:

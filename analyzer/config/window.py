@@ -35,6 +35,8 @@ def raw_window(settings: Settings) -> Value[Any]:
     found = settings.get(key) if key else None
     if found is None or found.value is None:
         found = settings.find("window")
+    if (found is None or found.value is None) and (default := settings.info.facts.get("window_null")):
+        return Value(default, Evidence("class-fact", (), "the class's window where none is given"))
     return found or Value(None, Evidence("absent"))
 
 
@@ -54,7 +56,7 @@ def effective_window(settings: Settings, made: Kinds) -> Window:
     note = ""
     if size is not None and facts.get("window_halve"):
         size //= 2
-    if size and facts.get("window_add") and raw.evidence.keys[0].endswith(str(facts["window_key"])):
+    if size and facts.get("window_add") and "".join(raw.evidence.keys).endswith(str(facts["window_key"])):
         acceptable = (size, size + facts["window_add"])
         note = "the class counts the query on top of this key; other code takes the key as it is"
         size += facts["window_add"]
