@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvskill.analyzer.modeling.facts import ModelFacts
+from kvskill.analyzer.modeling.facts import AttentionFacts, ModelFacts
 from kvskill.diagnostics import Diagnostic, Severity
 from kvskill.implementer.edits import Edit, EditSet
 from kvskill.implementer.framework.attention import convert_attention
@@ -60,6 +60,8 @@ def build_plan(facts: ModelFacts, manifest: Manifest) -> Plan:
         return Plan({}, tuple(blocking))
     for attention in facts.attentions:
         _convert_one(ctx, attention)
+    if facts.form == "paged":  # entries and packed tokens are there already; only the attention was plain
+        return _finish(ctx)
     containers = find_containers(facts)
     after = convert_last_token(ctx, containers)
     convert_rotary(ctx, containers)
@@ -78,6 +80,13 @@ def build_plan(facts: ModelFacts, manifest: Manifest) -> Plan:
         add_cache_info(ctx)
         drop_init_cache(ctx)
     register_groups(ctx)
+    return _finish(ctx)
+
+
+def _finish(ctx: Context) -> Plan:
+    """What every plan ends with; turns what was marked into edits."""
+    if ctx.facts.form == "paged":
+        sweep(ctx)
     migrate_fields(ctx)
     add_imports(ctx)
     settle_names(ctx)
@@ -87,7 +96,7 @@ def build_plan(facts: ModelFacts, manifest: Manifest) -> Plan:
     return Plan({k: v for k, v in ctx.edits.items() if v.edits}, tuple(dict.fromkeys(ctx.findings)))
 
 
-def _convert_one(ctx: Context, attention) -> None:  # type: ignore[no-untyped-def]
+def _convert_one(ctx: Context, attention: AttentionFacts) -> None:
     seam = attention.seam
     frame = next((f for f in ctx.frames_of(seam.func) if f.self_ in attention.reps), None)
     assert frame is not None

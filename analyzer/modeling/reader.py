@@ -45,9 +45,14 @@ def read_program(
         )
     config = settings_of(program, top, config)
     state = _state(program, top)
-    if state != "legacy":
+    plain = state == "paged" and not _calls_fused(program)
+    if state != "legacy" and not plain:
         return ModelFacts(program, state, entry=top, findings=_state_findings(program, top, state))
-    form, prefill = _best_form(program, top, config)
+    form: Form = "paged"
+    if plain:  # paged entries, but plain attention over gathered blocks: the fused call is missing
+        prefill = run_model(program, top, config, "prefill", form)
+    else:
+        form, prefill = _best_form(program, top, config)
     decode = run_model(program, top, config, "decode", form)
     owners = [m for m in submodules(prefill.root) if _has_cache(m)]
     findings: list[Diagnostic] = []
@@ -85,7 +90,7 @@ def entry_class(program: Program) -> ClassVal | None:
     ]
     # a multi-token-prediction model usually derives from the main one: prefer the base
     bases = [c for c in options if not any(b in options for b in c.mro()[1:])]
-    return (bases or options or [None])[0]  # type: ignore[list-item]
+    return next(iter(bases or options), None)
 
 
 def _state(program: Program, top: ClassVal) -> State:
@@ -102,6 +107,13 @@ def _state(program: Program, top: ClassVal) -> State:
     if entries or info:
         return "half-migrated"
     return "legacy"
+
+
+def _calls_fused(program: Program) -> bool:
+    """Whether any file names a fused attention operator."""
+    nodes = (n for file in program.files.values() for n in ast.walk(file.tree))
+    names = ((n.attr if isinstance(n, ast.Attribute) else n.name if isinstance(n, ast.alias) else "") for n in nodes)
+    return any("attention_score" in name or "flash_attention" in name or "mla_prolog" in name for name in names)
 
 
 def _writes_rows(program: Program) -> bool:

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvskill.analyzer.modeling.dims import Dim
+from kvskill.analyzer.modeling.dims import Dim, const
 from kvskill.analyzer.modeling.facts import Binding, Seam
 from kvskill.analyzer.modeling.operators import WRITE_OPS, argument
 from kvskill.analyzer.modeling.run import Run
@@ -300,8 +300,7 @@ def _names_at(
         attend = rep.attends[0]
         k_write, v_write = _kv_writes(rep)
         for i, value in enumerate((attend.q, k_write.value, v_write.value)):
-            nodes = chain(value) if i == 0 else chain(value)
-            ids = {id(t): n for n, t in enumerate(nodes)}
+            ids = {id(t): n for n, t in enumerate(chain(value))}
             found = sorted(((ids[id(val)], name) for name, val in env.items() if id(val) in ids), key=lambda x: x[0])
             choices[i].append({name for _, name in found})
             if rep.run.phase == "prefill" and not order[i]:
@@ -370,7 +369,10 @@ def _side_inputs(attend: Attend) -> set[Tensor]:
 
 
 def _axes(rep: RepRun) -> tuple[Dim, Dim]:
-    """(sequence, batch) of the hidden states: S and B, or B*S and 1 where a shim puts all tokens in one row."""
+    """(sequence, batch) of the hidden states: S and B, or B*S and 1 where a shim puts all tokens in one row; T and 1
+    for packed tokens."""
+    if rep.run.form == "paged":
+        return Dim.atom("T"), const(1)
     for t in rep.walk.tensors:
         if t.op == "embedding" and t.shape is not None and len(t.shape) == 3 and t.shape[0].value == 1:
             return t.shape[1], t.shape[0]
@@ -406,8 +408,9 @@ def _output(
         frame = frames[id(rep)]
         walk = rep.walk
         family = {rep.attends[0].out}
+        joined = {"cat", "stack", "select", "getitem"} if rep.run.form == "paged" else set()  # request by request
         for t in walk.tensors:
-            if t.op in LAYOUT | {"join"} and any(p in family for p in tensor_parents(t)):
+            if t.op in LAYOUT | {"join"} | joined and any(p in family for p in tensor_parents(t)):
                 family.add(t)
         ids = {id(t): t for t in family}
         consumer, name, value = _consumer(frame, func, ids)

@@ -341,7 +341,7 @@ def split(walk: Walk, node: ast.AST, t: Tensor, args: list[Value], kw: dict[str,
     axis = _axis(walk, node, t, dim_arg)
     if not isinstance(sizes, Tup):
         size = walk.as_dim(sizes)
-        if size is None or t.shape is None or axis is None:
+        if sizes is None or size is None or t.shape is None or axis is None:
             return Unknown("split by one size", (t,))
         parts = t.shape[axis].divide(size)
         count = walk.concrete_dim(parts) if parts is not None else None
@@ -541,6 +541,10 @@ def getitem(walk: Walk, node: ast.AST, t: Tensor, index: Value, parts: list[Valu
                 adv_at = len(shape)
             advanced.append(part.shape)
             axis += 1
+        elif isinstance(part, Tup) and part.items and all(_int(i) is not None for i in part.items):
+            mixed.append(t.shape[axis])
+            shape.append(const(len(part.items)))
+            axis += 1
         elif isinstance(part, Tup) or _is_unknown(part):
             return walk.tensor("getitem", [t, part] if isinstance(part, Value) else [t], None, node, parts=parts)
         else:
@@ -568,7 +572,7 @@ def _only_unit_axes(t: Tensor, parts: list[Value | slice]) -> bool:
             axis += 1
         elif isinstance(part, Const) and part.value is None:
             continue
-        elif _int(part) in (0, -1) and axis < len(t.shape) and t.shape[axis].value == 1:  # type: ignore[arg-type]
+        elif _int(part) in (0, -1) and axis < len(t.shape) and t.shape[axis].value == 1:
             axis += 1
         else:
             return False

@@ -71,6 +71,8 @@ def from_tnd(binding: Binding) -> str:
 def convert_attention(ctx: Context, facts: AttentionFacts, meta: str) -> None:
     """All edits of one attention class. `meta` names the forward metadata in the seam's function."""
     _replace_seam(ctx, facts, meta)
+    if ctx.facts.form == "paged":
+        return
     adapt_block(ctx, Func(facts.entry, facts.file, facts.cls), facts.stream_params, facts.reps)
     _declare(ctx, facts)
 

