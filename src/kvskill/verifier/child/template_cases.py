@@ -217,7 +217,7 @@ def run_standalone(case: dict[str, Any], place: Place) -> float:
     from dataclasses import dataclass as decorator
 
     n, nkv, dim, window = case["q_heads"], case["kv_heads"], case["dim"], case["window"]
-    scope: dict[str, Any] = {"torch": torch, "dataclass": decorator, "__name__": "standalone"}
+    scope: dict[str, Any] = {"torch": torch, "dataclass": decorator, "__name__": __name__}
     exec(render_case("standalone/paged_kv", case), scope)
     attend = function(
         "attend",
@@ -244,19 +244,23 @@ def run_standalone(case: dict[str, Any], place: Place) -> float:
     for step in range(case["steps"] + 1):
         counts = prompts if step == 0 else [1] * rows
         width = max(counts)
-        mask = torch.tensor([[1] * c + [0] * (width - c) for c in counts], device=place.device)
+        pads = [(width - c if case["left"] else 0, 0 if case["left"] else width - c) for c in counts]
+        rows_of_mask = [[0] * a + [1] * c + [0] * b for c, (a, b) in zip(counts, pads, strict=True)]
+        mask = torch.tensor(rows_of_mask, device=place.device)
         meta = kv.prefill(mask) if step == 0 else kv.decode(torch.tensor(lengths, device=place.device))
 
-        def padded(source: list[Any], counts: Any = counts, width: int = width, at: Any = tuple(lengths)) -> Any:
+        spans = tuple(zip(counts, lengths, pads, strict=True))
+
+        def padded(source: list[Any], spans: Any = spans, width: int = width) -> Any:
             out = torch.full((rows, width, *source[0].shape[1:]), float("nan"), dtype=place.dtype)
-            for r, c in enumerate(counts):
-                out[r, :c] = source[r][at[r] : at[r] + c]
+            for r, (c, at, (before, _)) in enumerate(spans):
+                out[r, before : before + c] = source[r][at : at + c]
             return out.to(place.device)
 
         out = attend(me, padded(query), padded(key), padded(value), meta)
         for r, c in enumerate(counts):
             end = lengths[r] + c
             wanted = attention(query[r][lengths[r] : end], key[r][:end], value[r][:end], lengths[r], me.scaling, window)
-            worst = max(worst, relative(out[r, :c], wanted))
+            worst = max(worst, relative(out[r, pads[r][0] : pads[r][0] + c], wanted))
         lengths = [a + c for a, c in zip(lengths, counts, strict=True)]
     return worst

@@ -38,9 +38,9 @@ def run_templates(job: dict[str, Any], result: dict[str, Any]) -> None:
         context = replace(current(), block_size=128, null_slots=case.get("block", 16))
         try:
             with using(context), torch.no_grad():
-                found = {"error": runners[case["kind"]](case, place)}
-            if info.kind == "wheel":
-                found["meta"] = _meta(case, runners, place)
+                found: dict[str, Any] = {"error": runners[case["kind"]](case, place)}
+                if info.kind == "wheel":
+                    found["meta"] = _meta(case, runners, place)
             results[case["id"]] = found
         except Exception as error:
             where = error.__traceback__

@@ -8,28 +8,24 @@ from kvskill.opsinfo.templates import default_context, has_context, render_templ
 
 __all__ = ["STANDALONE", "render_case", "variants"]
 
+_LOCALS = (
+    "rows",
+    "query",
+    "key",
+    "value",
+    "key_cache",
+    "value_cache",
+    "slots",
+    "kv_lengths",
+    "table",
+    "block_size",
+    "packed",
+)
 # standalone templates: names of the harness in verifier/child/template_cases.py
 STANDALONE: dict[str, Any] = {
     "fa_version": 2,
     "window_rule": "hf",
-    "n": {
-        name: name
-        for name in (
-            [
-                "rows",
-                "query",
-                "key",
-                "value",
-                "key_cache",
-                "value_cache",
-                "slots",
-                "kv_lengths",
-                "table",
-                "block_size",
-                "packed",
-            ]
-        )
-    },
+    "n": {name: name for name in _LOCALS},
     "rows": "query_states.shape[0]",
     "cols": "query_states.shape[1]",
     "q": "query_states.flatten(0, 1)",
@@ -58,7 +54,7 @@ def context_of(template: str) -> dict[str, Any]:
     if template == "standalone/attend":
         return dict(STANDALONE)
     if template == "standalone/paged_kv":
-        return {"meta": "PagedStep", "cache": "PagedKV", "torch": "torch"}
+        return {"meta": "PagedStep", "cache": "PagedKV", "torch": "torch", "right_only": False}
     return default_context(template)
 
 
@@ -73,7 +69,7 @@ def render_case(template: str, case: dict[str, Any], **more: Any) -> str:
     return render_template(template, {**context, **values, **more})
 
 
-_VARIED = ("fa_version", "rope_op_version", "sliding", "host_lists", "sinks", "fused")
+_VARIED = ("fa_version", "rope_op_version", "sliding", "host_lists", "sinks", "fused", "right_only")
 
 
 def variants(template: str) -> list[tuple[str, str]]:
