@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from kvskill.analyzer.runner.files import Function, functions, leaf, own_name
 from kvskill.analyzer.runner.walkrun import CACHES
 from kvskill.implementer.framework.context import Context
-from kvskill.implementer.textops import insert_before, remove_statements, replace_statement, statements
+from kvskill.implementer.textops import (
+    insert_before,
+    remove_statements,
+    replace_expr,
+    replace_statement,
+    statements,
+)
 from kvskill.source import SourceFile
 
 __all__ = ["Loop", "convert_loop", "find_loops"]
@@ -69,7 +75,11 @@ def convert_loop(ctx: Context, loop: Loop, me: str) -> bool:
     if not isinstance(lengths, ast.Name) or not isinstance(positions, ast.Name):
         _refuse(ctx, file, loop.decode, "the decode call does not pass kv_len and position_ids by name")
         return False
-    if not isinstance(first_positions, ast.Name):
+    batch = _mini_batch(file, node, loop)
+    if isinstance(batch, str):
+        _refuse(ctx, file, loop.prefill, batch)
+        return False
+    if batch is None and not isinstance(first_positions, ast.Name):
         _refuse(ctx, file, loop.prefill, "the prefill call does not pass position_ids by name")
         return False
     decode_loop = _around(node, loop.decode)
@@ -82,13 +92,21 @@ def convert_loop(ctx: Context, loop: Loop, me: str) -> bool:
     unit = ctx.unit(node, file)
     edits = ctx.edit_set(file)
     # prefill
-    step = f"{meta} = {me}.paged_kv.prefill({mask})\n{first_positions.id} = {meta}.position_ids\n"
     call_stmt = _statement(node, loop.prefill)
-    old = [s for s in _assigns(node, first_positions.id) if s.lineno < call_stmt.lineno]
-    _put(ctx, file, node, old, call_stmt, step, unit)
+    if batch is not None:
+        step = f"{meta} = {me}.paged_kv.prefill({mask}[{batch.rows}], {batch.first})  # rows of this mini-batch\n"
+        insert_before(edits, call_stmt, step, "metadata of the mini-batch", unit)
+        replace_expr(edits, batch.caches, batch.whole, "the table finds the rows")
+        assert first_positions is not None
+        replace_expr(edits, first_positions, f"{meta}.position_ids", "positions by row")
+    else:
+        assert isinstance(first_positions, ast.Name)
+        step = f"{meta} = {me}.paged_kv.prefill({mask})\n{first_positions.id} = {meta}.position_ids\n"
+        old = [s for s in _assigns(node, first_positions.id) if s.lineno < call_stmt.lineno]
+        _put(ctx, file, node, old, call_stmt, step, unit)
     # decode
     step = (
-        f"{lengths.id} = {meta}.kv_len  # tokens in the cache, by row\n"
+        f"{lengths.id} = {me}.paged_kv.kv_len  # tokens in the cache, by row\n"
         f"{meta} = {me}.paged_kv.decode({lengths.id})\n"
         f"{positions.id} = {meta}.position_ids\n"
     )
@@ -107,6 +125,53 @@ def convert_loop(ctx: Context, loop: Loop, me: str) -> bool:
         start, end = file.byte_range(pick)
         edits.add(start, end, f"{meta}.last_token({file.segment(pick.value)})", "each row's last real token")
     return True
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """A prefill mini-batch: the text of its row slice, of its first row and of the whole caches."""
+
+    rows: str
+    first: str
+    caches: ast.expr
+    whole: str
+
+
+def _mini_batch(file: SourceFile, node: ast.FunctionDef, loop: Loop) -> _Batch | str | None:
+    """The mini-batch of the prefill call, None when it takes all rows, or what is not understood."""
+    ids = _keyword(loop.prefill, "input_ids")
+    caches = next(k.value for k in loop.prefill.keywords if k.arg in CACHES)
+    inside = _around(node, loop.prefill)
+    if inside is None and isinstance(ids, (ast.Name, ast.Attribute)) and own_name(caches) is not None:
+        return None
+    if inside is None or not isinstance(ids, ast.Subscript):
+        return "prefill gets a part of the rows in a form other than `input_ids[rows]` in a loop"
+    index: ast.expr = ids.slice
+    bounds = index
+    if isinstance(index, ast.Name):
+        found = [s.value for s in _assigns(node, index.id) if isinstance(s, ast.Assign)]
+        if len(found) != 1:
+            return "the row slice of the mini-batch is bound more than once"
+        bounds = found[0]
+    first: ast.expr | None = None
+    if isinstance(bounds, ast.Slice):
+        first = bounds.lower
+    elif isinstance(bounds, ast.Call) and leaf(bounds.func) == "slice" and len(bounds.args) == 2:
+        first = bounds.args[0]
+    else:
+        return "the rows of the mini-batch are not a slice"
+    if not (
+        isinstance(caches, ast.ListComp)
+        and len(caches.generators) == 1
+        and own_name(caches.generators[0].iter) is not None
+        and isinstance(caches.elt, ast.Tuple)
+        and all(isinstance(e, ast.Subscript) and ast.dump(e.slice) == ast.dump(index) for e in caches.elt.elts)
+    ):
+        return "the caches of the mini-batch are not `[(k[rows], v[rows]) for k, v in caches]`"
+    return _Batch(
+        file.segment(index), file.segment(first) if first is not None else "0", caches,
+        file.segment(caches.generators[0].iter),
+    )
 
 
 def _refuse(ctx: Context, file: SourceFile, node: ast.AST, what: str) -> None:

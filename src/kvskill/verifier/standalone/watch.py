@@ -33,39 +33,45 @@ class Watch:
 
     def _seen(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         logits = out.logits if hasattr(out, "logits") else out[0] if isinstance(out, tuple) else out
-        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        first = not self.steps
-        mask: Any = self.tokenizer.last_mask
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        prefill = not self.steps or ids.shape[1] > 1  # several prefill calls are mini-batches of one prompt batch
+        row = len(self.steps[0]["tokens"]) if prefill and self.steps else 0
+        mask = self.tokenizer.last_mask[row : row + ids.shape[0]]
         if logits.dim() == 2:
             picked = logits
-        elif logits.shape[1] == 1 or not first:
+        elif logits.shape[1] == 1 or not prefill:
             picked = logits[:, -1]
         else:
             columns = mask * np.arange(mask.shape[1])
             picked = logits[range(logits.shape[0]), columns.argmax(dim=1)]
         picked = picked.float().cpu().numpy()
         fed = ids.cpu().numpy()
-        if not first:
+        if not prefill:
             want = self.steps[-1]["tokens"]
             if fed.shape != (len(want), 1) or (fed[:, 0] != want).any():
                 self.problems.append(f"step {len(self.steps)} gets other tokens than the last step's best ones")
         meta = kwargs.get("forward_metadata")
         if meta is not None:
-            self._metadata(meta, kwargs, first)
-        self.steps.append({"logits": picked, "tokens": picked.argmax(axis=-1)})
+            self._metadata(meta, kwargs, mask if prefill else None, row)
+        step = {"logits": picked, "tokens": picked.argmax(axis=-1)}
+        if prefill and row:
+            self.steps[0] = {k: np.concatenate([self.steps[0][k], step[k]]) for k in step}
+        else:
+            self.steps.append(step)
 
-    def _metadata(self, meta: Any, kwargs: dict[str, Any], first: bool) -> None:
-        """Slots against the block table, lengths against positions: recomputed here, element by element."""
-        pairs = next(kwargs[k] for k in ("past_key_values", "kv_caches", "kv_cache") if k in kwargs)
+    def _metadata(self, meta: Any, kwargs: dict[str, Any], mask: Any, row: int) -> None:
+        """Slots against the block table, lengths against positions: recomputed here, element by element.
+
+        `mask` is the padding mask of a prefill call (None: decode), `row` the first row of its mini-batch.
+        """
+        pairs = next((kwargs[k] for k in ("past_key_values", "kv_caches", "kv_cache") if k in kwargs), None)
         size = int(pairs[0][0].shape[1])
         table = meta.block_table.tolist()
-        mask = self.tokenizer.last_mask
-        rows = len(table)
-        before = self.facts.setdefault("lengths", [0] * rows)
-        lengths = [int(mask[b].sum()) for b in range(rows)] if first else [n + 1 for n in before]
+        before = self.facts.get("lengths", [])
+        lengths = [n + 1 for n in before] if mask is None else [int(m.sum()) for m in mask]
         slots = []
-        for b in range(rows):
-            for p in range(0 if first else lengths[b] - 1, lengths[b]):
+        for b, length in enumerate(lengths):
+            for p in range(length - 1 if mask is None else 0, length):
                 slots.append(table[b][p // size] * size + p % size)
         if slots != meta.slot_mapping.tolist():
             self.problems.append("slots are not block_table[row, position // size] * size + position % size")
@@ -73,12 +79,13 @@ class Watch:
             self.problems.append(f"key lengths {list(meta.actual_seq_lengths_kv)} are not {lengths}")
         if meta.kv_len.tolist() != lengths:
             self.problems.append("kv_len is not the number of tokens in the cache")
-        if not first and len(self.steps) == 1:
+        if mask is None and len(self.steps) == 1:
             self.facts["first_decode"] = lengths
-        self.facts["lengths"] = lengths
+        self.facts["lengths"] = lengths if mask is None else before[:row] + lengths
         self.facts["steps"] += 1
         self.facts["cache_shape"] = list(pairs[0][0].shape)
-        self.facts["table"] = [rows, len(table[0])]
+        if mask is None:
+            self.facts["table"] = [len(table), len(table[0])]
         self.facts["table_dtype"] = str(meta.block_table.dtype)
         self.facts["storages"] = len({t.data_ptr() for pair in pairs for t in pair})
         self.facts["layers"] = len(pairs)
