@@ -78,7 +78,8 @@ def test_rule_pages_show_a_legal_replacement(page: Path) -> None:
             code = ast.unparse(ast.parse(block))
         except SyntaxError:
             # a list of keyword arguments, or a signature that leaves parameters out
-            code = ast.unparse(ast.parse(f"call({block})" if "(self, ...," not in block else "pass"))
+            shortened = re.search(r"def \w+\(.*\.\.\.", block)
+            code = "pass" if shortened else ast.unparse(ast.parse(f"call({block})"))
         assert [str(p) for p in check_calls(code, newest)] == []
 
 
