@@ -14,10 +14,12 @@ from kvskill.analyzer.modeling.dims import Dim
 from kvskill.analyzer.modeling.facts import Binding, Seam
 from kvskill.analyzer.modeling.mla_parts import Fingerprint, Parts, fingerprint, parts_of, sum_of_products
 from kvskill.analyzer.modeling.mla_rope import FusedWrite, fused_write
+from kvskill.analyzer.modeling.operators import argument
 from kvskill.analyzer.modeling.run import submodules
 from kvskill.analyzer.modeling.seam import (
     RepRun,
     SeamError,
+    Write,
     _binding,
     _common_frames,
     _config_path,
@@ -31,7 +33,7 @@ from kvskill.analyzer.modeling.seam import (
     _top,
     attr_for,
 )
-from kvskill.analyzer.modeling.trace import ancestors, chain, method_frame
+from kvskill.analyzer.modeling.trace import ancestors, chain, method_frame, root_of
 from kvskill.analyzer.modeling.values import Const, Frame, Instance, Tensor
 from kvskill.source import SourceFile
 
@@ -65,6 +67,8 @@ class MlaFacts:
     fused: FusedWrite | None
     why_not_fused: str
     caches: tuple[str, ...]  # the Legacy placeholders' names
+    tables: tuple[str, ...]  # attributes that hold block tables of the class's own
+    only_fused: bool  # the Legacy code has no norm and rotary of its own
     init_cache: tuple[ast.FunctionDef, SourceFile] | None
 
 
@@ -93,8 +97,21 @@ def find_mla(mine: list[Instance], reps: list[RepRun]) -> tuple[Seam, MlaFacts] 
             raise _fail(file, node, "KV270", fact, _BY_HAND)
         if (here.down, here.norm, here.up) != (mark.down, mark.norm, mark.up):
             raise _fail(file, node, "KV270", f"{cls.name} uses other projections in decode.", _BY_HAND)
-        found.append((replace(rep, attends=[replace(rep.attends[0], out=parts.out)]), parts))
+        found.append((replace(_with_writes(rep, here), attends=[replace(rep.attends[0], out=parts.out)]), parts))
     return _seam(mine, found, mark)
+
+
+def _with_writes(rep: RepRun, mark: Fingerprint) -> RepRun:
+    """The fused operator of the Legacy code as two writes."""
+    call = mark.call
+    if call is None:
+        return rep
+    out: list[Write] = []
+    for name, value in (("k_cache", mark.rope_in), ("ckv_cache", mark.normed)):
+        cache = root_of(argument(call.name, call.args, call.kwargs, name))  # type: ignore[arg-type]
+        if cache is not None:
+            out.append(Write(cache, value, call.frame, call.stmt, call.node))
+    return replace(rep, writes=out)
 
 
 def _self_managed(reps: list[RepRun]) -> SeamError | None:
@@ -164,7 +181,7 @@ def _seam(mine: list[Instance], found: list[tuple[RepRun, Parts]], mark: Fingerp
         assert isinstance(func, ast.FunctionDef) and frame.owner is not None
         frames = {id(r): _frame_of(r, func) for r in reps}
         try:
-            anchor, names, normed = _place(found, frames, func, frame.file)
+            anchor, names, normed = _place(found, frames, func, frame.file, mark.call is not None)
             break
         except SeamError as exc:
             doubt = doubt or exc
@@ -193,7 +210,11 @@ def _seam(mine: list[Instance], found: list[tuple[RepRun, Parts]], mark: Fingerp
     scale, scale_value = _scale(
         prefill, prefill.attends[0], here, names[0], f"({size['nope']} + {size['rope']})", frame.file
     )
-    fused, why = fused_write(prefill, here, func, anchor, mark, parts)
+    here_mark = fingerprint(prefill)
+    assert here_mark is not None
+    fused, why = fused_write(prefill, here, func, anchor, here_mark, parts)
+    if mark.call is not None and fused is None:
+        raise _fail(frame.file, mark.call.node, "KV286", f"The fused write cannot be taken over: {why}.", _BY_HAND)
     seam = Seam(
         func=func,
         file=frame.file,
@@ -235,13 +256,15 @@ def _seam(mine: list[Instance], found: list[tuple[RepRun, Parts]], mark: Fingerp
         fused=fused,
         why_not_fused=why,
         caches=tuple(n for n, v in inst.attrs.items() if isinstance(v, Tensor) and v.op == "cache"),
+        tables=_own_tables(reps),
+        only_fused=mark.call is not None,
         init_cache=_own_init_cache(prefill, mine),
     )
     return seam, facts
 
 
 def _place(
-    found: list[tuple[RepRun, Parts]], frames: dict[int, Frame], func: ast.FunctionDef, file: SourceFile
+    found: list[tuple[RepRun, Parts]], frames: dict[int, Frame], func: ast.FunctionDef, file: SourceFile, fused: bool
 ) -> tuple[ast.stmt, tuple[str, str, str, str], bool]:
     """The first statement of writing or attending before which all four parts have names in every run."""
     tops: list[ast.stmt] = []
@@ -252,10 +275,11 @@ def _place(
                 tops.append(top)
     tops.sort(key=lambda s: s.lineno)
     missing: list[str] = []
-    for anchor in tops:
+    labels = ("q_nope", "q_rope", "latent", "k_rope")
+    for anchor in tops[:1] if fused else tops:
         names: list[str] = []
         normed = True
-        for label in ("q_nope", "q_rope", "latent", "k_rope"):
+        for label in labels[:2] * 2 if fused else labels:
             name = _name(found, frames, anchor, label)
             if name is None and label == "latent":
                 name, normed = _name(found, frames, anchor, "raw"), False
@@ -303,6 +327,17 @@ def _size(rep: RepRun, me: str, dim: Dim, what: str, file: SourceFile, func: ast
         f"The size `{what}` of {rep.inst.cls.name} is not held by an attribute (it is {dim}).",
         "Keep it in an attribute of the attention class.",
     )
+
+
+def _own_tables(reps: list[RepRun]) -> tuple[str, ...]:
+    """Attributes of the object that reach the operator as block table."""
+    out: set[str] = set()
+    for rep in reps:
+        call = rep.attends[0].call
+        table = call.kwargs.get("block_table") if call is not None else None
+        below = ancestors([table]) if isinstance(table, Tensor) else set()
+        out |= {n for n, v in rep.inst.attrs.items() if isinstance(v, Tensor) and v in below}
+    return tuple(sorted(out))
 
 
 def _own_init_cache(rep: RepRun, mine: list[Instance]) -> tuple[ast.FunctionDef, SourceFile] | None:

@@ -6,16 +6,18 @@ import ast
 from dataclasses import dataclass
 
 from kvskill.analyzer.modeling.dims import Dim
+from kvskill.analyzer.modeling.operators import argument
 from kvskill.analyzer.modeling.scores import Attend
 from kvskill.analyzer.modeling.seam import RepRun
 from kvskill.analyzer.modeling.shapes import LAYOUT
 from kvskill.analyzer.modeling.trace import ancestors, method_frame, root_of, tensor_parents
-from kvskill.analyzer.modeling.values import Const, ExtInstance, Frame, Instance, Tensor, Value
-from kvskill.analyzer.modeling.walk import Walk
+from kvskill.analyzer.modeling.values import Const, ExtInstance, Frame, Instance, Tensor, Tup, Value
+from kvskill.analyzer.modeling.walk import Call, Walk
 
 __all__ = ["Fingerprint", "Parts", "fingerprint", "parts_of", "slice_of", "sum_of_products"]
 
 _PRODUCTS = ("matmul", "einsum")
+FUSED_WRITES = ("npu:npu_kv_rmsnorm_rope_cache", "npu:npu_kv_rmsnorm_rope_cache_v2")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +36,7 @@ class Fingerprint:
     rope_in: Tensor
     normed: Tensor
     norm_frame: Frame | None
+    call: Call | None = None  # the fused operator, where the Legacy code uses it itself
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +73,29 @@ def fingerprint(rep: RepRun) -> Fingerprint | None:
         if rope_in is None or up is None:
             continue
         return Fingerprint(down, name, up[0], up[1], down_out, raw, rope_in, given, frame)
-    return None
+    return _fused_fingerprint(rep)
+
+
+def _fused_fingerprint(rep: RepRun) -> Fingerprint | None:
+    """The latent path where norm, rotary and write are the fused operator already."""
+    inst = rep.inst
+    calls = [c for c in rep.walk.calls if c.name in FUSED_WRITES and method_frame(c.frame, inst) is not None]
+    if len(calls) != 1:
+        return None
+    call, made = calls[0], calls[0].result
+    if not isinstance(made, Tup):
+        return None
+    kv, gamma = (argument(call.name, call.args, call.kwargs, n) for n in ("kv", "gamma"))
+    rope, latent = made.items[-2:]
+    down_out = root_of(kv) if isinstance(kv, Tensor) else None
+    if down_out is None or down_out.op != "linear" or not isinstance(rope, Tensor) or not isinstance(latent, Tensor):
+        return None
+    down = _attr(inst, down_out.attrs.get("module"))
+    norm = next((n for n, v in inst.attrs.items() if isinstance(v, Instance) and gamma in v.attrs.values()), None)
+    up = _up(rep, latent, latent)
+    if down is None or norm is None or up is None:
+        return None
+    return Fingerprint(down, norm, up[0], up[1], down_out, latent, rope, latent, None, call)
 
 
 def _stream(value: Value) -> bool:
@@ -190,10 +215,11 @@ def _latent_itself(value: Value, normed: Tensor) -> bool:
 def parts_of(rep: RepRun, mark: Fingerprint) -> Parts | str:
     """The parts of one run, or what is missing in words."""
     walk = rep.walk
-    attend = rep.attends[0]
     rank, rope = _last(mark.raw), _last(mark.rope_in)
     if rank is None or rope is None:
         return "the sizes of its latent and rope part are not known"
+    if mark.call is not None:
+        return _assemble(rep, mark, mark.normed, mark.rope_in, rank, rope)
     written = [p for w in rep.writes for p in _pieces(w.value)]
     k_rope = [t for t in written if mark.rope_in in ancestors([t]) and mark.raw not in ancestors([t])]
     latent = [
@@ -208,6 +234,11 @@ def parts_of(rep: RepRun, mark: Fingerprint) -> Parts | str:
         latent = [t for t in entering if isinstance(t, Tensor) and mark.normed in ancestors([t])]
     if len({root_of(t) for t in latent}) != 1:
         return "the latent neither goes to the cache nor through one up projection"
+    return _assemble(rep, mark, latent[0], k_rope[0], rank, rope)
+
+
+def _assemble(rep: RepRun, mark: Fingerprint, latent: Tensor, k_rope: Tensor, rank: Dim, rope: Dim) -> Parts | str:
+    walk, attend = rep.walk, rep.attends[0]
     query = _query(walk, attend, mark, rope)
     if isinstance(query, str):
         return query
@@ -221,7 +252,7 @@ def parts_of(rep: RepRun, mark: Fingerprint) -> Parts | str:
     v = _value_dim(walk, attend, mark, out, nope)
     if shape is None or heads is None or nope is None or v is None:
         return "the number of heads or the value size is not known"
-    return Parts(q_nope, q_rope, latent[0], mark.raw, k_rope[0], out, heads, rank, nope, rope, v)
+    return Parts(q_nope, q_rope, latent, mark.raw, k_rope, out, heads, rank, nope, rope, v)
 
 
 def _last(t: Tensor | None) -> Dim | None:

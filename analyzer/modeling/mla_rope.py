@@ -17,7 +17,7 @@ from kvskill.analyzer.modeling.seam import RepRun
 from kvskill.analyzer.modeling.shapes import LAYOUT
 from kvskill.analyzer.modeling.trace import ancestors, chain, root_of, tensor_parents
 from kvskill.analyzer.modeling.values import Const, External, Frame, Instance, Scalar, Tensor, Tup, Value
-from kvskill.analyzer.modeling.walk import Walk
+from kvskill.analyzer.modeling.walk import Call, Walk
 
 __all__ = ["FusedWrite", "fused_write"]
 
@@ -38,6 +38,7 @@ class FusedWrite:
     sin: str
     gamma: str
     epsilon: str
+    inline: bool = False  # `raw` holds at the new code's own place
 
 
 def fused_write(
@@ -45,6 +46,8 @@ def fused_write(
 ) -> tuple[FusedWrite | None, str]:
     """The operator's inputs, or None and the reason."""
     walk = rep.walk
+    if mark.call is not None:
+        return _as_written(frame, anchor, mark.call)
     sizes = (walk.concrete_dim(parts.rank), walk.concrete_dim(parts.rope))
     if sizes != (_RANK, _ROPE):
         return None, f"the operator has latent {_RANK} and rope {_ROPE}, not {sizes[0]} and {sizes[1]}"
@@ -75,6 +78,31 @@ def fused_write(
         return None, f"the output of `{mark.down}` has no name of its own"
     weight = f"{me}.{mark.norm}.{gamma}" + (f" * {me}.{factor}" if factor else "")
     return FusedWrite(raw[0], raw[1], names[0], names[1], weight, f"{me}.{mark.norm}.{epsilon}"), ""
+
+
+def _as_written(frame: Frame, anchor: ast.stmt, call: Call) -> tuple[FusedWrite | None, str]:
+    """The inputs of the Legacy code's own fused write, where they can be read at the new code's place."""
+    given = dict(zip(("kv", "gamma", "cos", "sin"), call.node.args, strict=False))
+    given |= {k.arg: k.value for k in call.node.keywords if k.arg is not None}
+    env = frame.env_before.get(id(anchor), {})
+    text: dict[str, str] = {"epsilon": "1e-5"}  # the operator's own default
+    for name in ("kv", "gamma", "cos", "sin", "epsilon"):
+        node = given.get(name)
+        if node is None:
+            continue
+        for part in ast.walk(node):
+            if not isinstance(part, ast.Name):
+                continue
+            known = call.frame.values.get(id(part))
+            if call.frame is not frame or part.id not in env or (known is not None and env[part.id] is not known):
+                return None, f"`{part.id}` is not yet known where the new code goes"
+        text[name] = " ".join(frame.file.segment(node).split())
+    if not {"kv", "gamma", "cos", "sin"} <= text.keys():
+        return None, "its arguments are not all written at the call"
+    for name in ("c_kv_scale", "k_rope_scale", "c_kv_offset", "k_rope_offset", "v"):
+        if name in call.kwargs and call.kwargs[name] != Const(None):
+            return None, f"it quantises or splits (`{name}`)"
+    return FusedWrite(text["kv"], anchor, text["cos"], text["sin"], text["gamma"], text["epsilon"], inline=True), ""
 
 
 def _factor(inst: Instance, latent: Tensor, normed: Tensor) -> str | None:

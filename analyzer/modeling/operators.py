@@ -79,11 +79,28 @@ def _returns(index: int, name: str) -> Hook:
 
 
 def _kv_rmsnorm(walk: Walk, node: ast.Call, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return Tup([walk.tensor("kv_rmsnorm", [*args, *kwargs.values()], None, node) for _ in range(4)])
+    """(k_cache, ckv_cache, rope part, latent); the fresh parts have the rows of `kv` (operator sheet 12.1)."""
+    caches = [walk.tensor("kv_rmsnorm", [*args, *kwargs.values()], None, node) for _ in range(2)]
+    fresh = _kv_rmsnorm_v2(walk, node, args, kwargs)
+    assert isinstance(fresh, Tup)
+    return Tup([*caches, *fresh.items])
 
 
 def _kv_rmsnorm_v2(walk: Walk, node: ast.Call, args: list[Value], kwargs: dict[str, Value]) -> Value:
-    return Tup([walk.tensor("kv_rmsnorm", [*args, *kwargs.values()], None, node) for _ in range(2)])
+    """(rope part, latent)."""
+    kv = argument("npu:npu_kv_rmsnorm_rope_cache_v2", args, kwargs, "kv")
+    gamma = argument("npu:npu_kv_rmsnorm_rope_cache_v2", args, kwargs, "gamma")
+    rope = latent = None
+    if isinstance(kv, Tensor) and kv.shape and isinstance(gamma, Tensor) and gamma.shape:
+        latent = (*kv.shape[:-1], gamma.shape[-1])
+        rope = (*kv.shape[:-1], kv.shape[-1] - gamma.shape[-1])
+    inputs = [*args, *kwargs.values()]
+    return Tup(
+        [
+            walk.tensor("kv_rmsnorm", inputs, rope, node, part="rope"),
+            walk.tensor("kv_rmsnorm", inputs, latent, node, part="latent"),
+        ]
+    )
 
 
 HOOKS: dict[str, Hook] = {

@@ -41,6 +41,15 @@ def convert_mla(ctx: Context, facts: AttentionFacts, meta: str) -> None:
     if not _fits(ctx, facts, mla):
         return
     fused = mla.fused if ctx.manifest.overrides.mla_cache != "nd" else None
+    if fused is None and mla.only_fused:
+        ctx.refuse(
+            facts.file,
+            facts.seam.anchor,
+            "KV278",
+            "An ND cache was asked for, and the code has no norm and rotary of its own beside the fused write.",
+            "Use `overrides.mla_cache: nz`.",
+        )
+        return
     if fused is None and ctx.manifest.overrides.mla_cache == "nz":
         ctx.refuse(
             facts.file,
@@ -174,9 +183,10 @@ def _replace(ctx: Context, facts: AttentionFacts, mla: MlaFacts, fused: FusedWri
     line = seam.anchor.lineno
     ctx.bound_at.setdefault(id(func), []).append((line, {seam.out.name, *seam.extra_targets[:1]}))
     read = {mla.q_nope.name, mla.q_rope.name}
-    read |= (
-        {raw, *names_in(fused.cos), *names_in(fused.sin)} if fused is not None else {mla.latent.name, mla.k_rope.name}
-    )
+    if fused is not None:
+        read |= {*names_in(raw), *names_in(fused.cos), *names_in(fused.sin), *names_in(fused.gamma)} - {me}
+    else:
+        read |= {mla.latent.name, mla.k_rope.name}
     ctx.use_at(func, line, read)
     ctx.use(func, {meta.split("[")[0].split(".")[0], me})
     by_func: dict[int, tuple[Func, set[ast.stmt]]] = {}
@@ -198,6 +208,8 @@ def _rows(binding: Binding, dim: str) -> str:
 
 def _rebound(func: ast.FunctionDef, fused: FusedWrite, anchor: ast.stmt) -> bool:
     """Does the projection's output need a name of its own, kept until the new code?"""
+    if fused.inline:
+        return False
     return not fused.raw.isidentifier() or any(
         isinstance(n, ast.Name)
         and isinstance(n.ctx, ast.Store)
@@ -255,7 +267,7 @@ def _declare(ctx: Context, facts: AttentionFacts, mla: MlaFacts) -> None:
         absorbed_v=ABSORBED[1],
     )
     unit = ctx.unit(init, owner.file)
-    gone = _placeholders(init, me, set(mla.caches) - set(CACHES))
+    gone = _placeholders(init, me, {*mla.caches, *mla.tables} - set(CACHES))
     if facts.caches.unit is not None:
         gone.add(facts.caches.unit)
     text = "\n".join(lines) + "\n" + entries
@@ -311,7 +323,7 @@ def leftover_caches(ctx: Context) -> None:
         name: facts
         for facts in ctx.facts.attentions
         if facts.mla is not None
-        for name in facts.mla.caches
+        for name in (*facts.mla.caches, *facts.mla.tables)
         if name not in CACHES
     }
     if not names:

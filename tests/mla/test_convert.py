@@ -16,14 +16,16 @@ from kvskill.implementer.apply import Applied, ApplyRequest, apply
 from kvskill.manifest import MANIFEST_NAME
 
 CASES = Path(__file__).resolve().parents[1] / "cases"
+MODELS = Path(__file__).resolve().parent / "models"  # Legacy forms that need the verifier's operators to run
 V3 = "deepseek_v3"
 
 
 def _tree(tmp_path: Path, case: str, era: str, *edits: tuple[str, str]) -> Path:
     tree = materialise(tmp_path / "tree", era, [])
     folder = tree / "models" / case
-    shutil.copytree(CASES / case / "models" / case, folder)
-    shutil.copy(CASES / case / "config.json", folder / "config.json")
+    source = next(root / case for root in (CASES, MODELS) if (root / case).exists())
+    shutil.copytree(source / "models" / case, folder)
+    shutil.copy(source / "config.json", folder / "config.json")
     path = folder / "models" / f"modeling_{case}.py"
     text = path.read_text(encoding="utf-8")
     for old, new in edits:
@@ -49,7 +51,7 @@ def _codes(applied: Applied) -> set[str]:
     return {f.code for f in applied.findings}
 
 
-@pytest.mark.parametrize("case", [V3, "deepseek_v2", "kimi", "longcat"])
+@pytest.mark.parametrize("case", [V3, "deepseek_v2", "kimi", "longcat", "mla_blocks"])
 @pytest.mark.parametrize("era", ["2026-04", "2026-08"])
 def test_cases_convert(tmp_path: Path, case: str, era: str) -> None:
     tree = _tree(tmp_path, case, era)
@@ -68,13 +70,23 @@ def test_cases_convert(tmp_path: Path, case: str, era: str) -> None:
     assert [ast.literal_eval(k.value) for e in entries for k in e.keywords if k.arg == "num_head"] == [1, 1]
     info = next(c for c in ast.walk(module) if isinstance(c, ast.Call) and ast.unparse(c.func) == "ModelCacheInfo")
     assert ("is_mla_backend" in {k.arg for k in info.keywords}) is (era == "2026-08")
-    for gone in ("scatter_update_(", ".k_cache", ".v_cache", ".cache_unit", "def init_cache", ".latent_cache"):
+    for gone in (
+        "scatter_update_(",
+        ".k_cache",
+        ".v_cache",
+        ".cache_unit",
+        "def init_cache",
+        ".latent_cache",
+        "self.block_table",
+    ):
         assert gone not in text, gone
     again = apply(ApplyRequest(model=case, repo=tree))
     assert again.status == "nothing-to-do"
 
 
-@pytest.mark.parametrize(("case", "fused"), [(V3, True), ("kimi", True), ("longcat", True), ("deepseek_v2", False)])
+@pytest.mark.parametrize(
+    ("case", "fused"), [(name, name != "deepseek_v2") for name in (V3, "kimi", "longcat", "mla_blocks", "deepseek_v2")]
+)
 def test_write_and_view_are_paired(tmp_path: Path, case: str, fused: bool) -> None:
     """NZ is written and read as 5-D, ND as 3-D; complex rope keeps its own order and the ND cache."""
     applied, text = _convert(_tree(tmp_path, case, "2026-08"), case)
@@ -205,3 +217,18 @@ def test_sizes_the_operator_does_not_take_stay_legacy(tmp_path: Path) -> None:
     result = analyze(AnalyzeRequest(model="minicpm3", repo=tree))
     assert result.manifest.kv_mode.value == "legacy"
     assert apply(ApplyRequest(model="minicpm3", repo=tree)).status == "legacy-kept"
+
+
+def test_own_fused_write_has_no_nd_form(tmp_path: Path) -> None:
+    """Norm and rotary are inside the operator; without it there is nothing to write from."""
+    with pytest.raises(Refusal) as caught:
+        _convert(_tree(tmp_path, "mla_blocks", "2026-08"), "mla_blocks", mla_cache="nd")
+    assert "KV278" in {f.code for f in caught.value.findings}
+
+
+def test_own_quantised_write_is_refused(tmp_path: Path) -> None:
+    scale = '            cache_mode="PA_NZ",\n'
+    edit = (scale, scale + "            c_kv_scale=self.kv_a_layernorm.weight,\n")
+    with pytest.raises(Refusal) as caught:
+        _convert(_tree(tmp_path, "mla_blocks", "2026-08", edit), "mla_blocks")
+    assert "KV286" in {f.code for f in caught.value.findings}
