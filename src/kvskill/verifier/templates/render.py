@@ -50,12 +50,13 @@ STANDALONE: dict[str, Any] = {
 
 
 def context_of(template: str) -> dict[str, Any]:
-    """The example context of a template."""
+    """The example context of a template, with the harness's names where it needs others."""
+    context = default_context(template) if has_context(template) else {}
     if template == "standalone/attend":
-        return dict(STANDALONE)
+        return {**context, **STANDALONE}
     if template == "standalone/paged_kv":
-        return {"meta": "PagedStep", "cache": "PagedKV", "torch": "torch", "right_only": False}
-    return default_context(template)
+        return {**context, "meta": "PagedStep", "cache": "PagedKV", "torch": "torch", "right_only": False}
+    return context
 
 
 def render_case(template: str, case: dict[str, Any], **more: Any) -> str:
