@@ -210,10 +210,10 @@ class _Canonical(ast.NodeTransformer):
     def __init__(self, aliases: dict[str, str]) -> None:
         self.aliases = aliases
 
-    def visit_Name(self, node: ast.Name) -> ast.AST:  # noqa: N802
+    def visit_Name(self, node: ast.Name) -> ast.AST:
         return ast.copy_location(ast.Name(self.aliases.get(node.id, node.id), node.ctx), node)
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:  # noqa: N802
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         self.generic_visit(node)
         node.body.sort(key=lambda s: s.name if isinstance(s, ast.FunctionDef) else "")
         return node
