@@ -140,7 +140,7 @@ def _fit(made: Kinds, settings: Settings, declared: Value[int] | None, mtp: int)
     if settings.info.facts.get("layers_from_pattern"):
         return made
     if mtp and len(kinds) == count + mtp:
-        how = f"{made.evidence.how}; the last {mtp} belong to the MTP layers"
+        how = f"{made.evidence.how}; {mtp} further entries belong to the MTP layers"
         return Kinds(kinds[:count], Evidence("key", made.evidence.keys, how), made.explicit)
     where = made.evidence.keys[0]
     raise refused(

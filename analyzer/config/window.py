@@ -118,7 +118,8 @@ def _positions(settings: Settings) -> Value[int] | None:
     found = settings.integer(settings.find("max_positions"))
     if found is None:
         return None
-    rope = settings.value("rope_scaling") or settings.value("rope_parameters")
+    given = settings.first_given(["rope_scaling", "rope_parameters"])
+    rope = given.value if given else None
     if not isinstance(rope, dict):
         return found
     factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")

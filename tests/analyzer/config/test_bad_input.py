@@ -150,6 +150,11 @@ def test_json_output_of_a_failure_is_one_object(tmp_path: Path) -> None:
     assert result.return_value == 2
     data = json.loads(result.stdout)
     assert data["exit_code"] == 2 and [f["code"] for f in data["findings"]] == ["KV050"]
+    assert "paging_verdict" not in data
+    path.write_bytes(good(num_key_value_heads=3))
+    result = CliRunner().invoke(cli, ["analyze", "--config-only", str(path), "--json"], standalone_mode=False)
+    data = json.loads(result.stdout)
+    assert result.return_value == 3 and data["paging_verdict"]["verdict"] == "legacy-keep"
 
 
 def test_side_files_tell_of_quantised_caches(tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from kvskill.analyzer.config import rules as rules_module
 from kvskill.analyzer.config import understand
 from kvskill.analyzer.config.rules import class_info, rules
 from kvskill.diagnostics import KvskillError
@@ -54,6 +56,15 @@ def test_a_class_alone_gives_an_answer_or_one_finding(name: str) -> None:
         return
     assert facts.layers and facts.verdict.reason
     assert class_info(name).known
+
+
+def test_no_fact_is_dead() -> None:
+    """Every field of class_facts.yaml is read somewhere, and so is every table of config_rules.yaml."""
+    folder = Path(rules_module.__file__).parent
+    code = "".join(p.read_text(encoding="utf-8") for p in folder.glob("*.py"))
+    fields = {k for row in FACTS.values() for k in row} | {k for row in FACTS.values() for k in row.get("layers", {})}
+    dead = [k for k in sorted(fields | set(rules())) if not re.search(rf"[\"']{k}[\"']", code) and k != "source"]
+    assert dead == []
 
 
 def test_unknown_types_are_unknown() -> None:
