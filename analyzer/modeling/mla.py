@@ -16,6 +16,7 @@ from kvskill.analyzer.modeling.mla_parts import Fingerprint, Parts, fingerprint,
 from kvskill.analyzer.modeling.mla_rope import FusedWrite, fused_write
 from kvskill.analyzer.modeling.operators import argument
 from kvskill.analyzer.modeling.run import submodules
+from kvskill.analyzer.modeling.scores import Attend
 from kvskill.analyzer.modeling.seam import (
     RepRun,
     SeamError,
@@ -166,9 +167,20 @@ def _check(reps: list[RepRun], file: SourceFile, node: ast.AST) -> None:
             where = bad.where.frame.file if bad.where is not None and bad.where.frame is not None else file
             fact = f"The fused attention operator cannot express {bad.what}."
             raise _fail(where, bad.node, bad.code, fact, "Keep the Legacy cache for this model, or remove it.")
+        if phase == "prefill" and not _causal(attend):
+            fact = f"{name} attends without a causal mask in prefill."
+            raise _fail(file, attend.out.node or node, "KV287", fact, "Keep the Legacy cache, or mask later tokens.")
         if attend.sinks is not None or attend.windows:
             what = "attention sinks" if attend.sinks is not None else "a sliding window"
             raise _fail(file, node, "KV272", f"{name} is latent attention with {what}.", "Keep the Legacy cache.")
+
+
+def _causal(attend: Attend) -> bool:
+    """Is there a mask (what it masks is read elsewhere), or the flag for one?"""
+    if attend.call is not None and attend.kind.startswith("fa"):
+        mask = attend.call.kwargs.get("atten_mask", Const(None))
+        return mask != Const(None) and attend.call.kwargs.get("sparse_mode", Const(0)) != Const(0)
+    return bool(attend.masks) or attend.causal == Const(True)
 
 
 def _seam(mine: list[Instance], found: list[tuple[RepRun, Parts]], mark: Fingerprint) -> tuple[Seam, MlaFacts]:
@@ -210,9 +222,7 @@ def _seam(mine: list[Instance], found: list[tuple[RepRun, Parts]], mark: Fingerp
     scale, scale_value = _scale(
         prefill, prefill.attends[0], here, names[0], f"({size['nope']} + {size['rope']})", frame.file
     )
-    here_mark = fingerprint(prefill)
-    assert here_mark is not None
-    fused, why = fused_write(prefill, here, func, anchor, here_mark, parts)
+    fused, why = _fused(found, frames, func, anchor)
     if mark.call is not None and fused is None:
         raise _fail(frame.file, mark.call.node, "KV286", f"The fused write cannot be taken over: {why}.", _BY_HAND)
     seam = Seam(
@@ -261,6 +271,23 @@ def _seam(mine: list[Instance], found: list[tuple[RepRun, Parts]], mark: Fingerp
         init_cache=_own_init_cache(prefill, mine),
     )
     return seam, facts
+
+
+def _fused(
+    found: list[tuple[RepRun, Parts]], frames: dict[int, Frame], func: ast.FunctionDef, anchor: ast.stmt
+) -> tuple[FusedWrite | None, str]:
+    """The fused write's inputs, the same in every run and phase; None and the reason otherwise."""
+    result: FusedWrite | None = None
+    for rep, parts in found:
+        mark = fingerprint(rep)
+        assert mark is not None
+        fused, why = fused_write(rep, frames[id(rep)], func, anchor, mark, parts)
+        if fused is None:
+            return None, why
+        if result is not None and fused != result:
+            return None, "its inputs differ between prefill and decode"
+        result = result or fused
+    return result, ""
 
 
 def _place(

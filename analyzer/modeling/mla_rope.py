@@ -24,7 +24,7 @@ __all__ = ["FusedWrite", "fused_write"]
 _RANK, _ROPE = 512, 64  # the only sizes the operator has (operator sheet 12.1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class FusedWrite:
     """What the operator takes, as expressions of the seam's function.
 

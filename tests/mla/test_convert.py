@@ -206,6 +206,13 @@ def test_what_is_not_certain_is_refused(
     assert path.read_bytes() == before
 
 
+def test_attention_in_both_directions_is_refused(tmp_path: Path) -> None:
+    edit = ("            mask = forward_metadata.attention_mask[:q_len, :q_len]\n", "            mask = None\n")
+    with pytest.raises(Refusal) as caught:
+        _convert(_tree(tmp_path, V3, "2026-08", edit), V3)
+    assert "KV287" in {f.code for f in caught.value.findings}
+
+
 def test_nz_that_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refusal) as caught:
         _convert(_tree(tmp_path, "deepseek_v2", "2026-08"), "deepseek_v2", mla_cache="nz")
