@@ -8,11 +8,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvskill.analyzer.modeling.facts import AttentionFacts, CacheDecl, ModelFacts
+from kvskill.analyzer.modeling.operators import argument
 from kvskill.analyzer.modeling.program import Program
 from kvskill.analyzer.modeling.reader import entry_class
 from kvskill.analyzer.modeling.run import Run, submodules
 from kvskill.analyzer.modeling.seam import RepRun, SeamError, find_seam, rep_runs
 from kvskill.analyzer.modeling.settings import settings_of
+from kvskill.analyzer.modeling.shapes import LAYOUT
+from kvskill.analyzer.modeling.trace import ancestors
 from kvskill.analyzer.modeling.values import ClassVal, Instance, Tensor, Value
 from kvskill.analyzer.modeling.window import find_window
 from kvskill.analyzer.runner.files import folder_files
@@ -22,6 +25,9 @@ from kvskill.source import SourceFile
 
 if TYPE_CHECKING:
     from kvskill.analyzer.code_reader import Code
+
+_INDEX_OPS = LAYOUT | {"input:kv_len", "to", "select", "getitem"}
+_NOT_KV_LEN = "The new token is not written at position `kv_len`, so `kv_len` may not be the number of cached tokens."
 
 __all__ = ["read_standalone", "standalone_facts"]
 
@@ -61,7 +67,7 @@ def read_standalone(
         try:
             facts.append(_attention(cls, mine, prefill, decode, config))
         except SeamError as exc:
-            findings.append(exc.finding)
+            findings.append(_latent(exc.finding, cls) if config.get("kv_lora_rank") else exc.finding)
     return _with(base, tuple(facts), findings, "legacy")
 
 
@@ -112,6 +118,9 @@ def _attention(
     for rep in reps:
         _no_latent(cls, rep)
     seam = find_seam(reps)
+    for rep in reps:
+        if rep.run.phase == "decode":
+            _written_at_kv_len(rep)
     window, doubt = find_window(mine, reps, config, {id(m): i for i, m in enumerate(mine)})
     if doubt is not None:
         raise SeamError(_blocking("KV164", f"The window of {cls.name} is not certain: {doubt}.", _at(cls)))
@@ -124,6 +133,35 @@ def _attention(
     layers = tuple(range(len(mine)))
     instances = tuple(r.inst for r in reps if r.run.phase == "prefill")
     return AttentionFacts(cls, cls.file, layers, entry.func, (), decl, window, seam, instances)
+
+
+def _written_at_kv_len(rep: RepRun) -> None:
+    """The new token must go to position `kv_len`: that proves that kv_len counts the tokens cached before the step."""
+    nodes = {id(w.node) for w in rep.writes}
+    for call in rep.walk.calls:
+        if id(call.node) in nodes:
+            index = argument(call.name, call.args, call.kwargs, "indices")
+            ops = {t.op for t in ancestors([index])} if index is not None else set()
+            if "input:kv_len" not in ops or ops - _INDEX_OPS:
+                raise SeamError(_blocking("KV291", _NOT_KV_LEN, call.frame.file.span(call.node)))
+    for node, frame, _, _ in rep.walk.item_writes:
+        if id(node) in nodes and isinstance(node, ast.Subscript):
+            parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            starts = [p.lower if isinstance(p, ast.Slice) else p for p in parts]
+            if any(isinstance(n, ast.BinOp) for s in starts if s is not None for n in ast.walk(s)):
+                raise SeamError(_blocking("KV291", _NOT_KV_LEN, frame.file.span(node)))
+
+
+def _latent(finding: Diagnostic, cls: ClassVal) -> Diagnostic:
+    """The refusal of a contiguous latent cache, at the place where the search ended."""
+    return Diagnostic(
+        "KV292",
+        Severity.BLOCKING,
+        f"{cls.name} keeps a latent cache (mode three) in rows; turning it into blocks is not covered.",
+        "Write it by hand (two caches [blocks, block_size, 1, size], absorbed decode, expanded prefill), or move the "
+        "model to the framework, where latent attention is converted.",
+        finding.span,
+    )
 
 
 def _no_latent(cls: ClassVal, rep: RepRun) -> None:

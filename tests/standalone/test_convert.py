@@ -40,7 +40,8 @@ def test_a_second_conversion_changes_nothing(case: Callable[[str], Any]) -> None
     ("file", "old", "new", "code", "line"),
     [
         (RUNNER, "cache.append((k, v))", "cache.append(Pair(k, v))", "KV290", None),
-        (RUNNER, "batch_size, max_seq_len, kv_dim,", "*shape_of(batch_size, max_seq_len, kv_dim),", "KV290", "torch.zeros"),
+        (RUNNER, "batch_size, max_seq_len, kv_dim,", "*shape_of(batch_size, kv_dim),", "KV290", "torch.zeros"),
+        (MODEL, "(past_key, kv_len,", "(past_key, kv_len - 1,", "KV291", "scatter_update_(past_key, kv_len - 1"),
         (RUNNER, "next_token = outputs.logits[:, -1]", "next_token = pick(outputs)", "KV290", "self.model("),
         (RUNNER, "is_prefill=False,", "is_prefill=step < 0,", "KV290", "self.model("),
         (RUNNER, "inputs = self.tokenizer(", "inputs = self.encode(", "KV290", "def model_generate"),
@@ -65,3 +66,39 @@ def test_what_is_not_certain_is_refused_and_nothing_is_written(
     if line is not None:
         text = (folder.model / file).read_text(encoding="utf-8").splitlines()
         assert line in text[first.span.line - 1], (first, text[first.span.line - 1])
+
+
+def test_a_latent_cache_in_rows_is_refused_by_its_name(case: Callable[[str], Any]) -> None:
+    folder = case("skeleton_mla")
+    before = folder.sources()
+    analysis = folder.analyze()
+    assert int(analysis.exit_code) == 3
+    with pytest.raises(Refusal) as caught:
+        folder.apply()
+    assert folder.sources() == before
+    found = caught.value.findings[0]
+    assert found.code == "KV292" and "mode three" in found.fact
+    text = (folder.model / "models" / "modeling_latent.py").read_text(encoding="utf-8").splitlines()
+    assert "scatter_update_" in text[found.span.line - 1]
+
+
+def test_mini_batches_in_another_form_are_refused(case: Callable[[str], Any]) -> None:
+    folder = case("skeleton_minibatch")
+    folder.replace("runner_mini.py", "[(k[rows], v[rows]) for k, v in past_key_values]", "part(past_key_values, rows)")
+    before = folder.sources()
+    folder.analyze()
+    with pytest.raises(Refusal) as caught:
+        folder.apply()
+    assert "mini-batch" in caught.value.findings[0].fact and folder.sources() == before
+
+
+def test_columns_as_positions_forbid_left_padding(case: Callable[[str], Any]) -> None:
+    folder = case("skeleton_gqa")
+    folder.replace(
+        "models/modeling_skel.py",
+        "cos_sin = self.rotary_emb(hidden_states, position_ids)",
+        "steps = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)\n"
+        "        cos_sin = self.rotary_emb(hidden_states, steps)",
+    )
+    folder.convert()
+    assert "padded left" in (folder.model / "runner_skel.py").read_text(encoding="utf-8")

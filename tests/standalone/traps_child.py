@@ -15,6 +15,13 @@ from typing import Any
 
 RUNNER, MODEL = "runner_skel.py", "models/modeling_skel.py"
 PREFILL = "forward_metadata.actual_seq_lengths_cu_kv, None, 0"
+BACK = "        # back to padded rows"
+LAST = "values[torch.arange(values.shape[0], device=values.device), self.last_index]"
+LENGTHS_OF_DECODE = "lengths = kv_len + 1\n        counts = lengths.tolist()"
+TABLE = (
+    "        if not forward_metadata.is_prefill:\n            # decode",
+    "        if True:\n            # decode",
+)
 STEPS, LENGTHS = 24, (5, 2, 3, 17)
 BSH = """        if forward_metadata.is_prefill:
             paged_bsh, _ = torch.ops.npu.npu_fused_infer_attention_score_v2(
@@ -29,18 +36,16 @@ BSH = """        if forward_metadata.is_prefill:
 # name -> [(file, old, new), ...]; the numbers are items of the operator sheet's section 16
 VARIANTS: dict[str, list[tuple[str, str, str]]] = {
     "good": [],
-    "good: prefill through the table": [
-        (MODEL, "        if not forward_metadata.is_prefill:\n            # decode", "        if True:\n            # decode")
-    ],
+    "good: prefill through the table": [(MODEL, *TABLE)],
     "3 four-dim cache": [(MODEL, ".view(*paged_key_cache.shape[:2], -1)", "")],
     "10 prompt length is max(cumsum) + 1": [
         (RUNNER, "lengths = real.sum(dim=-1)", "lengths = real.long().cumsum(dim=-1).max(dim=-1).values + 1")
     ],
     "11 decode length without the new token": [
-        (RUNNER, "lengths = kv_len + 1\n        counts = lengths.tolist()", "lengths = kv_len + 1\n        counts = kv_len.tolist()")
+        (RUNNER, LENGTHS_OF_DECODE, LENGTHS_OF_DECODE.replace("= lengths", "= kv_len"))
     ],
     "12 cumulative lengths with a table": [
-        (MODEL, "        if not forward_metadata.is_prefill:\n            # decode", "        if True:\n            # decode"),
+        (MODEL, *TABLE),
         (MODEL, "paged_kv_lengths = forward_metadata.actual_seq_lengths_kv", "pass"),
     ],
     "13 plain lengths without a table": [(MODEL, PREFILL, PREFILL.replace("_cu_kv", "_kv"))],
@@ -51,9 +56,9 @@ VARIANTS: dict[str, list[tuple[str, str, str]]] = {
     "16 BSH with key lengths only": [(MODEL, "        # back to padded rows", BSH)],
     "28 query lengths not cumulative": [(RUNNER, "list(range(1, len(counts) + 1))", "[1] * len(counts)")],
     "kv_len counted on by a layer": [
-        (MODEL, "        # back to padded rows", "        forward_metadata.slot_mapping += 1\n        # back to padded rows")
+        (MODEL, BACK, f"        forward_metadata.slot_mapping += 1\n{BACK}")
     ],
-    "last column is the last token": [(RUNNER, "values[torch.arange(values.shape[0], device=values.device), self.last_index]", "values[:, -1]")],
+    "last column is the last token": [(RUNNER, LAST, "values[:, -1]")],
 }
 
 

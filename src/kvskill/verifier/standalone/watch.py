@@ -33,7 +33,7 @@ class Watch:
 
     def _seen(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         logits = out.logits if hasattr(out, "logits") else out[0] if isinstance(out, tuple) else out
-        ids = kwargs.get("input_ids", args[0] if args else None)
+        ids: Any = kwargs.get("input_ids", args[0] if args else None)
         prefill = not self.steps or ids.shape[1] > 1  # several prefill calls are mini-batches of one prompt batch
         row = len(self.steps[0]["tokens"]) if prefill and self.steps else 0
         mask = self.tokenizer.last_mask[row : row + ids.shape[0]]
@@ -64,7 +64,7 @@ class Watch:
 
         `mask` is the padding mask of a prefill call (None: decode), `row` the first row of its mini-batch.
         """
-        pairs = next((kwargs[k] for k in ("past_key_values", "kv_caches", "kv_cache") if k in kwargs), None)
+        pairs: Any = next((kwargs[k] for k in ("past_key_values", "kv_caches", "kv_cache") if k in kwargs), None)
         size = int(pairs[0][0].shape[1])
         table = meta.block_table.tolist()
         before = self.facts.get("lengths", [])
