@@ -143,7 +143,7 @@ def _self_managed(reps: list[RepRun]) -> SeamError | None:
     return _fail(
         found[0],
         found[1],
-        "KV286",
+        "KV298",
         f"{cls} runs the latent operators over blocks of its own: {what}.",
         "Take slot_mapping and block_table of the metadata by attn_type there, lengths as S27-lengths says, "
         "declare nope_cache and rope_cache as entries, and drop the own block table, slots and init_cache.",
@@ -169,7 +169,7 @@ def _check(reps: list[RepRun], file: SourceFile, node: ast.AST) -> None:
             raise _fail(where, bad.node, bad.code, fact, "Keep the Legacy cache for this model, or remove it.")
         if phase == "prefill" and not _causal(attend):
             fact = f"{name} attends without a causal mask in prefill."
-            raise _fail(file, attend.out.node or node, "KV287", fact, "Keep the Legacy cache, or mask later tokens.")
+            raise _fail(file, attend.out.node or node, "KV299", fact, "Keep the Legacy cache, or mask later tokens.")
         if attend.sinks is not None or attend.windows:
             what = "attention sinks" if attend.sinks is not None else "a sliding window"
             raise _fail(file, node, "KV272", f"{name} is latent attention with {what}.", "Keep the Legacy cache.")
@@ -224,7 +224,7 @@ def _seam(mine: list[Instance], found: list[tuple[RepRun, Parts]], mark: Fingerp
     )
     fused, why = _fused(found, frames, func, anchor)
     if mark.call is not None and fused is None:
-        raise _fail(frame.file, mark.call.node, "KV286", f"The fused write cannot be taken over: {why}.", _BY_HAND)
+        raise _fail(frame.file, mark.call.node, "KV298", f"The fused write cannot be taken over: {why}.", _BY_HAND)
     seam = Seam(
         func=func,
         file=frame.file,

@@ -122,7 +122,7 @@ def drop_init_cache(ctx: Context) -> None:
             )
             return
     if not drop_method(ctx.edit_set(owner.file), func, "the engine allocates the caches"):
-        ctx.refuse(owner.file, func, "KV283", "`init_cache` shares a line with other code.", "Put it on its own lines.")
+        ctx.refuse(owner.file, func, "KV295", "`init_cache` shares a line with other code.", "Put it on its own lines.")
 
 
 def register_groups(ctx: Context) -> None:

@@ -102,7 +102,7 @@ def _fits(ctx: Context, facts: AttentionFacts, mla: MlaFacts) -> bool:
         ctx.refuse(
             facts.file,
             facts.cls.node,
-            "KV280",
+            "KV289",
             f"`{mla.up}` may have a bias; the absorbed form has no place for one.",
             "Build it with bias=False.",
         )
@@ -121,7 +121,7 @@ def _fits(ctx: Context, facts: AttentionFacts, mla: MlaFacts) -> bool:
         ctx.refuse(
             facts.file,
             facts.cls.node,
-            "KV282",
+            "KV294",
             f"{facts.cls.name} already uses the name `{taken[0] if taken else METHOD}` for something else.",
             "Rename it.",
         )
@@ -309,7 +309,7 @@ def _drop_init_cache(ctx: Context, mla: MlaFacts) -> None:
     func, file = mla.init_cache
     bounds = line_bounds(file, func)
     if bounds is None:
-        ctx.refuse(file, func, "KV283", "`init_cache` shares a line with other code.", "Put it on lines of its own.")
+        ctx.refuse(file, func, "KV295", "`init_cache` shares a line with other code.", "Put it on lines of its own.")
         return
     start, end = bounds
     while (stop := file.raw.find(b"\n", end)) >= 0 and not file.raw[end:stop].strip():

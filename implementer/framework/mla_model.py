@@ -26,7 +26,7 @@ def add_mla_interface(ctx: Context) -> None:
         ctx.refuse(
             entry.file,
             entry.node,
-            "KV284",
+            "KV296",
             "The model has latent attention beside ordinary attention; `is_mla_backend` holds for a whole model.",
             "Convert it by hand.",
         )
@@ -83,7 +83,7 @@ def add_mla_interface(ctx: Context) -> None:
         first = body_start(hook[0])
         insert_before(ctx.edit_set(hook[1].file), first, loop, "absorbed weights", ctx.unit(hook[0], hook[1].file))
     else:
-        ctx.refuse(hook[1].file, hook[0], "KV285", f"`{_HOOK}` is inherited from another file.", "Override it.")
+        ctx.refuse(hook[1].file, hook[0], "KV297", f"`{_HOOK}` is inherited from another file.", "Override it.")
         return
     insert_after(ctx.edit_set(owner.file), func, "\n" + text, "report the caches", unit)
 

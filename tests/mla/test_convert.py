@@ -150,7 +150,7 @@ def test_other_forms_do_not_use_the_fused_write(tmp_path: Path, edits: tuple[tup
                     "(self.qk_nope_head_dim + self.v_head_dim), bias=True)",
                 ),
             ),
-            "KV280",
+            "KV289",
         ),
         (
             V3,
@@ -180,7 +180,7 @@ def test_other_forms_do_not_use_the_fused_write(tmp_path: Path, edits: tuple[tup
                     "        self.k_cache = torch.Tensor([])\n        self.absorbed_k = 3\n",
                 ),
             ),
-            "KV282",
+            "KV294",
         ),
         (
             V3,
@@ -210,7 +210,7 @@ def test_attention_in_both_directions_is_refused(tmp_path: Path) -> None:
     edit = ("            mask = forward_metadata.attention_mask[:q_len, :q_len]\n", "            mask = None\n")
     with pytest.raises(Refusal) as caught:
         _convert(_tree(tmp_path, V3, "2026-08", edit), V3)
-    assert "KV287" in {f.code for f in caught.value.findings}
+    assert "KV299" in {f.code for f in caught.value.findings}
 
 
 def test_nz_that_cannot_be_is_refused(tmp_path: Path) -> None:
@@ -238,4 +238,4 @@ def test_own_quantised_write_is_refused(tmp_path: Path) -> None:
     edit = (scale, scale + "            c_kv_scale=self.kv_a_layernorm.weight,\n")
     with pytest.raises(Refusal) as caught:
         _convert(_tree(tmp_path, "mla_blocks", "2026-08", edit), "mla_blocks")
-    assert "KV286" in {f.code for f in caught.value.findings}
+    assert "KV298" in {f.code for f in caught.value.findings}
