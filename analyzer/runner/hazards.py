@@ -54,9 +54,9 @@ def _settings_of(files: Iterable[SourceFile], names: set[str]) -> set[str]:
 
 
 def _block_size_names(files: Sequence[SourceFile], calls: Sequence[Attend]) -> set[str]:
-    """Names that hold the block size: what the attention calls get, and whatever comes from the same setting."""
+    """Names that hold the block size: what the attention calls get, and what comes from that setting or by its name."""
     names = {n for a in calls if "block_size" in a.args and (n := own_name(a.args["block_size"])) is not None}
-    keys = _settings_of(files, names)
+    keys = _settings_of(files, names) | {"pa_block_size", "block_size"}  # the settings' own names
     return names | {n for f in files for n, key in _setting_names(f) if key in keys}
 
 

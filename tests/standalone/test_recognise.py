@@ -117,3 +117,16 @@ def test_a_hand_paged_runner_is_nothing_to_convert(tmp_path: Path, case: Callabl
     done = folder.apply()
     assert (done.status, done.exit_code) == ("nothing-to-do", ExitCode.DONE)
     assert folder.sources() == before
+
+
+def test_dict_metadata_is_no_conversion_target(case: Callable[[str], Any]) -> None:
+    folder = case("by_hand")
+    before = folder.sources()
+    analysis = folder.analyze()
+    assert (analysis.exit_code, analysis.manifest.model.state) == (ExitCode.DONE, "paged-by-hand")
+    note = next(f for f in analysis.findings if f.code == "KV280")
+    assert "plain dicts" in note.fact
+    hazard = next(f for f in analysis.findings if f.code == "KV282")
+    text = (folder.model / "runner_dicts.py").read_text(encoding="utf-8").splitlines()
+    assert "max_seq_len // self.block_size" in text[hazard.span.line - 1]
+    assert folder.apply().status == "nothing-to-do" and folder.sources() == before

@@ -352,4 +352,9 @@ def _failed(
     span = Span(place["file"], int(place["line"])) if place else Span(model.shown)
     message = " ".join(str(error.get("message", outcome.died)).split())[:300]
     fact = f"{who} fails in phase {outcome.result.get('phase')} ({error.get('type', '')} {message})."
-    return Diagnostic("KV409", severity, fact, "Run it with --keep and read log.txt.", span)
+    todo = "Run it with --keep and read log.txt."
+    release = str(outcome.result.get("versions", {}).get("transformers", ""))
+    if outcome.result.get("phase") in ("import", "load") and release.split(".")[0].isdigit():
+        # configs changed their fields between major releases
+        todo = f"Give the interpreter of the target's own transformers with --python (this one has {release})."
+    return Diagnostic("KV409", severity, fact, todo, span)
