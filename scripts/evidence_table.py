@@ -20,12 +20,21 @@ HEADS = {
 }
 
 
-def table(ledger: dict[str, Any], heads: tuple[str, ...]) -> str:
-    """The table in Markdown, one row per template."""
-    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
-    for name, entry in sorted(ledger["templates"].items()):
+CAPTIONS = {
+    "README.md": "What the code templates were verified against, from `templates/verification.json` "
+    "(`kvskill verify --templates`; torch_npu {torch_npu}, profile {profile}). Figures are relative errors.",
+    "README.zh-CN.md": "代码模板的验证依据，来自 `templates/verification.json`"
+    "（`kvskill verify --templates`；torch_npu {torch_npu}，规则集 {profile}）。数值为相对误差。",
+}
+
+
+def table(ledger: dict[str, Any], name: str) -> str:
+    """Caption and table in Markdown, one row per template."""
+    heads = HEADS[name]
+    lines = [CAPTIONS[name].format(**ledger["tool"]), "", "| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    for template, entry in sorted(ledger["templates"].items()):
         cells = [
-            f"`{name}`",
+            f"`{template}`",
             _binds(entry.get("binds", {})),
             _cases(entry.get("meta")),
             _cases(entry.get("reference")),
@@ -80,10 +89,10 @@ def main() -> int:
     options = parser.parse_args()
     ledger = json.loads((ROOT / "templates" / "verification.json").read_text(encoding="utf-8"))
     if not options.write and not options.check:
-        print(table(ledger, HEADS["README.md"]))
+        print(table(ledger, "README.md"))
         return 0
     stale = 0
-    for name, heads in HEADS.items():
+    for name in HEADS:
         path = ROOT / name
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         if START not in text or END not in text:
@@ -92,7 +101,7 @@ def main() -> int:
             continue
         before, rest = text.split(START, 1)
         after = rest.split(END, 1)[1]
-        new = f"{before}{START}\n{table(ledger, heads)}\n{END}{after}"
+        new = f"{before}{START}\n{table(ledger, name)}\n{END}{after}"
         if new != text:
             if options.write:
                 path.write_text(new, encoding="utf-8")

@@ -43,14 +43,15 @@ def judge(plan: Plan, outcomes: dict[str, Outcome]) -> VerifyReport:
         return report
     report.checks += _run_checks(paged, work, options.mtp)
     report.checks += _rank_checks(plan, outcomes)
-    tolerance = table_tolerance(options.dtype, options.tolerance)
+    dtype = str(paged.result.get("dtype", options.dtype))
+    tolerance = table_tolerance(dtype, options.tolerance)
     if hf is not None and hf.ok and hf.arrays:
         references["HF"] = hf.arrays
     if legacy is not None and legacy.ok:
         references["Legacy"] = legacy.arrays
     for name, reference in references.items():
         report.comparisons += compare(
-            name, reference, paged.arrays, list(work.prompts), tolerance, outliers=OUTLIERS[options.dtype]
+            name, reference, paged.arrays, list(work.prompts), tolerance, outliers=OUTLIERS[dtype]
         )
     if options.mtp and "Legacy" in references:
         report.checks.append(_draft_check(references["Legacy"], paged.arrays, work, tolerance))
@@ -60,6 +61,7 @@ def judge(plan: Plan, outcomes: dict[str, Outcome]) -> VerifyReport:
     report.findings += difference_findings(report.comparisons, references, paged.arrays, observations, attention, model)
     report.findings += observation_findings(observations, model)
     report.findings += _warnings(paged, model)
+    report.findings += _corrected_ranks(outcomes)
     report.findings += problem_findings(report.checks, model, explained=bool(observations.get("findings")))
     _weigh_oracles(report, references, work, tolerance, model)
     if not references:
@@ -184,6 +186,17 @@ def _run_checks(paged: Outcome, work: Workload, next_n: int) -> list[Check]:
     shapes = [p["text"] for p in result.get("problems", []) if p["kind"] == "logits-shape"]
     out.append(Check("run.logits-shape", not shapes, "; ".join(shapes) or "[n, 1, V] and [B, q, V]"))
     return out
+
+
+def _corrected_ranks(outcomes: dict[str, Outcome]) -> list[Diagnostic]:
+    """A tree whose manager gives every rank the number 0 (fixed upstream on 2026-04-29) would load wrong shards."""
+    names = sorted({n for o in outcomes.values() for n in o.result.get("ranks_corrected", [])})
+    if not names:
+        return []
+    fact = f"The target's CommManager answers rank 0 on every rank for {', '.join(names)}; the run used the true ranks."
+    todo = "With this tree every rank would load the first shard: take a newer executor, or its fix of 2026-04-29."
+    span = Span("executor/core/config/comm_manager.py")
+    return [Diagnostic("KV422", Severity.WARNING, fact, todo, span, {"groups": names})]
 
 
 def _draft_check(legacy: dict[str, Any], paged: dict[str, Any], work: Workload, tolerance: float) -> Check:

@@ -1,4 +1,4 @@
-"""Communication groups on a CPU host: gloo, and only what the code itself registered.
+"""Communication groups on one host: gloo (hccl on a device), and only what the code itself registered.
 
 Some code asks for a group at world size 1 that it registers only for larger sizes: then a one-process gloo group
 serves, provided that the function with that registration has run (or, before models registered their own, that the
@@ -30,7 +30,9 @@ class Groups:
         self.job, self.result = job, result
         self.served: set[str] = set()
         self.ranks: dict[str, int] = {}
+        self.corrected: set[str] = set()
         self.tp = int(job["tp"])
+        self.comm = str(job["comm"])
         self.conditional = [tuple(item.split("@")) for item in job["group_names"]]
         self.by_manager: set[str] = set()
         self.ran: set[str] = set()
@@ -50,7 +52,7 @@ class Groups:
             self.by_manager = set(names)
         self._patch_manager(manager, dist)
         hccl: Any = importlib.import_module("executor.utils.hccl_utils")
-        if hasattr(hccl, "get_group_name"):
+        if self.comm == "gloo" and hasattr(hccl, "get_group_name"):
             hccl.get_group_name = lambda group, rank: "gloo"
             module.get_group_name = hccl.get_group_name
 
@@ -58,12 +60,12 @@ class Groups:
         new_group, init = dist.new_group, dist.init_process_group
 
         def gloo_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-            return new_group(ranks=ranks, backend="gloo")
+            return new_group(ranks=ranks, backend=self.comm)
 
         def gloo_init(*args: Any, **kwargs: Any) -> None:
             if not dist.is_initialized():
                 store = f"file://{self.job['rendezvous']}"
-                init("gloo", init_method=store, world_size=self.tp, rank=int(self.job["rank"]))
+                init(self.comm, init_method=store, world_size=self.tp, rank=int(self.job["rank"]))
 
         dist.new_group, dist.init_process_group = gloo_group, gloo_init
 
@@ -103,6 +105,11 @@ class Groups:
                 if not may_serve(name):
                     raise UnregisteredGroup(name) from None
                 found = 0
+            if self.by_manager and this._groups.get(name) is None and found != dist.get_rank():
+                # the whole world is the group, and the manager takes that for rank 0 everywhere: a defect of the
+                # tree, not of the model; the run goes on with the true rank and the report says so
+                self.corrected.add(name)
+                found = dist.get_rank()
             self.ranks[name] = int(found)
             return found
 

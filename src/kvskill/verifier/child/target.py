@@ -33,6 +33,10 @@ def run_target(job: dict[str, Any], result: dict[str, Any]) -> None:
     result["phase"] = "backend"
     info = _install_backend(job)
     result["backend"] = info.to_json()
+    if info.kind == "npu":  # the device's attention takes no float32
+        job["dtype"] = "bf16"
+    result["dtype"] = job["dtype"]
+    job["comm"] = "hccl" if info.kind == "npu" else "gloo"
     result["idle_draft_rules"] = sorted(IDLE_DRAFT_RULES) if job["next_n"] else []
     import torch
 
@@ -76,6 +80,7 @@ def run_target(job: dict[str, Any], result: dict[str, Any]) -> None:
         arrays = run_legacy(target, caches, job, result)
     result["groups_served"] = sorted(target.groups.served)
     result["ranks"] = target.groups.ranks
+    result["ranks_corrected"] = sorted(target.groups.corrected)
     np.savez(Path(job["out"]) / "arrays.npz", **arrays)
 
 
