@@ -12,7 +12,7 @@ from kvskill.implementer.framework.blocks import convert_blocks, convert_phase_t
 from kvskill.implementer.framework.calls import write_additions, write_cuts
 from kvskill.implementer.framework.container import convert_containers, find_containers
 from kvskill.implementer.framework.context import Context
-from kvskill.implementer.framework.deadcode import settle_names, sweep, write_removals
+from kvskill.implementer.framework.deadcode import settle_names, sweep, sweep_again, write_removals
 from kvskill.implementer.framework.fields import migrate_fields
 from kvskill.implementer.framework.interface import add_cache_info, add_imports, drop_init_cache, register_groups
 from kvskill.implementer.framework.lasttoken import convert_last_token
@@ -67,6 +67,7 @@ def build_plan(facts: ModelFacts, manifest: Manifest) -> Plan:
     convert_rotary(ctx, containers)
     sweep(ctx)
     convert_containers(ctx, containers, after)
+    sweep_again(ctx)
     convert_blocks(ctx, containers, set())
     convert_row_counts(ctx, containers)
     convert_phase_tests(ctx)

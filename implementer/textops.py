@@ -216,21 +216,25 @@ def remove_statements(edits: EditSet, func: ast.FunctionDef, removed: set[ast.st
 
 
 def _past_blank(file: SourceFile, body: list[ast.stmt], i: int, gone: set[ast.stmt], bounds: tuple[int, int]) -> int:
-    """End of a removal: it takes the blank lines after it when blank lines would meet blank lines."""
-    before = file.raw[: bounds[0]].rstrip(b" \t")
-    if not before.endswith((b"\n\n", b"\r\n\r\n", b":\n", b":\r\n")):
-        first = i
-        while first > 0 and body[first - 1] in gone:
-            first -= 1
-        start = line_bounds(file, body[first])
-        if start is None or not file.raw[: start[0]].endswith((b"\n\n", b"\r\n\r\n")):
-            return bounds[1]
-    if i + 1 < len(body) and body[i + 1] in gone and not _blank_at(file, bounds[1]):
-        return bounds[1]
+    """End of a removal: it takes the blank lines after it when blank lines, or the block's head, stand before them."""
     end = bounds[1]
+    if not _blank_at(file, end) or not _blank_before(file, body, i, gone):
+        return end
     while _blank_at(file, end):
         end = file.raw.index(b"\n", end) + 1
     return end
+
+
+def _blank_before(file: SourceFile, body: list[ast.stmt], i: int, gone: set[ast.stmt]) -> bool:
+    """Do blank lines precede statement `i` once the removed statements just before it are gone?"""
+    while (bounds := line_bounds(file, body[i])) is not None:
+        if file.raw[: bounds[0]].endswith((b"\n\n", b"\r\n\r\n", b":\n", b":\r\n")):
+            return True
+        above = line_bounds(file, body[i - 1]) if i > 0 and body[i - 1] in gone else None
+        if above is None or above[1] != bounds[0]:
+            return False  # code that stays, or a comment
+        i -= 1
+    return False
 
 
 def _blank_at(file: SourceFile, offset: int) -> bool:

@@ -15,7 +15,7 @@ from kvskill.analyzer.modeling.shapes import LAYOUT
 from kvskill.analyzer.modeling.trace import chain
 from kvskill.analyzer.modeling.values import Frame, Func, Instance, Tensor, Tup, Value
 from kvskill.implementer.framework.context import Context
-from kvskill.implementer.textops import body_start, insert_before, replace_expr, whole_removal, wrap_expr
+from kvskill.implementer.textops import body_start, insert_before, names_read, replace_expr, whole_removal, wrap_expr
 from kvskill.source import SourceFile
 
 __all__ = ["Containers", "convert_containers", "find_containers"]
@@ -171,6 +171,7 @@ def _shim(
         return False
     text = file.segment(base)
     edits = ctx.edit_set(file)
+    _free_sizes(ctx, Func(func, file, frame.owner), part, base)
     if kind == "positions":
         replace_expr(edits, part, f"{text}.view(1, -1)", "positions as one row")
         return True
@@ -187,6 +188,14 @@ def _shim(
     else:
         replace_expr(edits, part, text, "ids stay packed")
     return True
+
+
+def _free_sizes(ctx: Context, func: Func, part: ast.expr, base: ast.expr) -> None:
+    """The sizes that a shim asked for are read no more."""
+    sizes = [a for a in part.args if a is not base] if isinstance(part, ast.Call) else []
+    ctx.dropped_args.update(id(a) for a in sizes)
+    ctx.functions.setdefault(id(func.node), func)
+    ctx.freed.setdefault(id(func.node), set()).update(names_read(sizes))
 
 
 def _base(part: ast.expr, frame: Frame) -> ast.expr | None:

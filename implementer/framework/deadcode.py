@@ -9,7 +9,7 @@ from kvskill.implementer.framework.calls import drop_argument, drop_parameter, p
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.textops import names_read, remove_statements, replace_expr, statements, whole_removal
 
-__all__ = ["settle_names", "sweep", "write_removals"]
+__all__ = ["settle_names", "sweep", "sweep_again", "write_removals"]
 
 
 def sweep(ctx: Context, *, parameters: bool = True) -> None:
@@ -23,6 +23,17 @@ def sweep(ctx: Context, *, parameters: bool = True) -> None:
             changed |= _dead_parameters(ctx, ctx.functions[key], dropped)
         if not changed:
             return
+
+
+def sweep_again(ctx: Context) -> None:
+    """Remove statements that became dead after edits were planned, with the edits inside them."""
+    before = {key: set(stmts) for key, stmts in ctx.removed.items()}
+    sweep(ctx, parameters=False)
+    for key, func in ctx.functions.items():
+        edits = ctx.edit_set(func.file)
+        for stmt in ctx.removed.get(key, set()) - before.get(key, set()):
+            start, end = func.file.byte_range(stmt)
+            edits.edits = [e for e in edits.edits if not (start <= e.start and e.end <= end)]
 
 
 def settle_names(ctx: Context) -> None:
