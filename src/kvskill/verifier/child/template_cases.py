@@ -185,7 +185,7 @@ def _expanded(q_nope: Any, q_rope: Any, latent: Any, weight: Any, gamma: Any, an
     """Full-head attention of one sequence: keys and values expanded for every cached token."""
     n = q_nope.shape[1]
     normed = rms_norm(latent[:, :RANK], gamma, EPSILON)
-    expanded = (normed @ weight.double().T).view(latent.shape[0], n, NOPE + VALUE)
+    expanded = (normed @ weight.double().T).reshape(latent.shape[0], n, NOPE + VALUE)
     shared = turn_half(interleaved_to_half(latent[:, RANK:]), angle[: latent.shape[0]])
     keys = torch.cat((expanded[..., :NOPE], shared[:, None].expand(-1, n, -1)), dim=-1)
     queries = torch.cat((q_nope.double(), q_rope.double()), dim=-1)

@@ -1,12 +1,21 @@
-"""Attention by its definition, in float64: no layouts, no blocks, no operators. Shares no code with what it checks."""
+"""Attention by its definition, in float64 numpy: no layouts, no blocks, no operators, no torch arithmetic.
+
+Shares no code with what it checks, nor with the reference kernels.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 __all__ = ["attention", "interleaved_to_half", "rms_norm", "turn_half"]
+
+
+def wide(tensor: Any) -> Any:
+    """float64 numpy of a CPU tensor."""
+    return tensor.detach().double().numpy()
 
 
 def attention(
@@ -17,38 +26,44 @@ def attention(
     A query sees keys at or before its position, with a window of W the last W of them (itself included). A sink is
     one more score per head that has no value.
     """
-    heads, groups = query.shape[1], query.shape[1] // key.shape[1]
-    out = torch.zeros(query.shape[0], heads, value.shape[2], dtype=torch.float64)
-    for row in range(query.shape[0]):
-        position = first + row
-        start = 0 if window is None else max(0, position - window + 1)
-        for head in range(heads):
-            keys = key[start : position + 1, head // groups].double()
-            values = value[start : position + 1, head // groups].double()
-            scores = keys @ query[row, head].double() * scale
-            if sinks is not None:
-                scores = torch.cat((scores, sinks[head].double().view(1)))
-            weights = torch.softmax(scores, dim=0)[: keys.shape[0]]
-            out[row, head] = weights @ values
-    return out
+    q, k, v = wide(query), wide(key), wide(value)
+    groups = q.shape[1] // k.shape[1]
+    rows, columns = np.arange(first, first + q.shape[0])[:, None], np.arange(k.shape[0])[None, :]
+    visible = columns <= rows
+    if window is not None:
+        visible &= columns > rows - window
+    out = np.zeros((q.shape[0], q.shape[1], v.shape[2]))
+    for head in range(q.shape[1]):
+        scores = np.where(visible, q[:, head] @ k[:, head // groups].T * scale, -np.inf)
+        top = scores.max(axis=1, keepdims=True)
+        sink = None if sinks is None else float(sinks[head])
+        if sink is not None:
+            top = np.maximum(top, sink)
+        weights = np.exp(scores - top)
+        total = weights.sum(axis=1, keepdims=True)
+        if sink is not None:
+            total = total + np.exp(sink - top)
+        out[:, head] = (weights / total) @ v[:, head // groups]
+    return torch.from_numpy(out)
 
 
 def rms_norm(x: Any, weight: Any, epsilon: float) -> Any:
     """x / rms(x) * weight over the last dim."""
-    wide = x.double()
-    return wide / torch.sqrt((wide * wide).mean(dim=-1, keepdim=True) + epsilon) * weight.double()
+    values = wide(x)
+    size = np.sqrt((values * values).mean(axis=-1, keepdims=True) + epsilon)
+    return torch.from_numpy(values / size * wide(weight))
 
 
 def turn_half(x: Any, angle: Any) -> Any:
     """Rotary in half order: (a, b) halves become (a cos - b sin, b cos + a sin). `angle` [T, D / 2]."""
-    wide = x.double()
-    size = wide.shape[-1] // 2
-    first, second = wide[..., :size], wide[..., size:]
-    shape = (angle.shape[0], *(1,) * (wide.dim() - 2), size)
-    cos, sin = angle.cos().double().view(shape), angle.sin().double().view(shape)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    values = wide(x)
+    size = values.shape[-1] // 2
+    first, second = values[..., :size], values[..., size:]
+    shape = (angle.shape[0], *(1,) * (values.ndim - 2), size)
+    cos, sin = np.cos(wide(angle)).reshape(shape), np.sin(wide(angle)).reshape(shape)
+    return torch.from_numpy(np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1))
 
 
 def interleaved_to_half(x: Any) -> Any:
     """Pairs (2i, 2i + 1) regrouped into halves."""
-    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
