@@ -16,7 +16,7 @@ from kvskill.analyzer.modeling.mla_parts import Fingerprint, Parts, fingerprint,
 from kvskill.analyzer.modeling.mla_rope import FusedWrite, fused_write
 from kvskill.analyzer.modeling.operators import argument
 from kvskill.analyzer.modeling.run import submodules
-from kvskill.analyzer.modeling.scores import Attend
+from kvskill.analyzer.modeling.scores import is_causal
 from kvskill.analyzer.modeling.seam import (
     RepRun,
     SeamError,
@@ -167,20 +167,12 @@ def _check(reps: list[RepRun], file: SourceFile, node: ast.AST) -> None:
             where = bad.where.frame.file if bad.where is not None and bad.where.frame is not None else file
             fact = f"The fused attention operator cannot express {bad.what}."
             raise _fail(where, bad.node, bad.code, fact, "Keep the Legacy cache for this model, or remove it.")
-        if phase == "prefill" and not _causal(attend):
+        if phase == "prefill" and not is_causal(rep.walk, attend):
             fact = f"{name} attends without a causal mask in prefill."
             raise _fail(file, attend.out.node or node, "KV299", fact, "Keep the Legacy cache, or mask later tokens.")
         if attend.sinks is not None or attend.windows:
             what = "attention sinks" if attend.sinks is not None else "a sliding window"
             raise _fail(file, node, "KV272", f"{name} is latent attention with {what}.", "Keep the Legacy cache.")
-
-
-def _causal(attend: Attend) -> bool:
-    """Is there a mask (what it masks is read elsewhere), or the flag for one?"""
-    if attend.call is not None and attend.kind.startswith("fa"):
-        mask = attend.call.kwargs.get("atten_mask", Const(None))
-        return mask != Const(None) and attend.call.kwargs.get("sparse_mode", Const(0)) != Const(0)
-    return bool(attend.masks) or attend.causal == Const(True)
 
 
 def _seam(mine: list[Instance], found: list[tuple[RepRun, Parts]], mark: Fingerprint) -> tuple[Seam, MlaFacts]:

@@ -11,7 +11,7 @@ from kvskill.analyzer.modeling.trace import ancestors, tensor_parents
 from kvskill.analyzer.modeling.values import Const, Dict_, Ref, Scalar, Tensor, Unknown, Value
 from kvskill.analyzer.modeling.walk import Call, Walk
 
-__all__ = ["Attend", "Bad", "find_attends"]
+__all__ = ["Attend", "Bad", "find_attends", "is_causal"]
 
 _CAST = LAYOUT | {"nan_to_num"}
 _MASK_OPS = frozenset(
@@ -214,6 +214,24 @@ def _eager(walk: Walk, pv: Tensor) -> Attend | None:
     return out
 
 
+# the framework's own mask is a triangle
+_ORDER = frozenset({"triu", "tril", "triu_", "tril_", "lt", "le", "gt", "ge", "input:attention_mask"})
+
+
+def is_causal(walk: Walk, attend: Attend) -> bool:
+    """Does a prefill keep later tokens from earlier ones? A mask that orders positions, or the flag for one.
+
+    A mask of equalities alone (padding) does not; a fused call needs its mask and a sparse_mode that reads it.
+    """
+    ordered = any(t.op in _ORDER for t in _mask_parts(walk, attend.masks))
+    if attend.call is not None and attend.kind.startswith("fa"):
+        given = attend.call.kwargs.get("atten_mask", Const(None)) != Const(None)
+        if attend.call.kwargs.get("sparse_mode", Const(0)) in (Const(0), Const(1)):
+            return ordered
+        return given
+    return ordered or (attend.kind == "sdpa" and attend.causal not in (None, Const(False), Const(None)))
+
+
 def _first_tensor(t: Tensor) -> Tensor | None:
     found = tensor_parents(t)
     return found[0] if found else None
@@ -304,7 +322,7 @@ def _other_operand(t: Tensor, main: Value) -> ast.AST | None:
 def _add_mask(walk: Walk, out: Attend, mask: Tensor) -> None:
     """Accept masks made of positions and comparisons; find window sizes; name anything else."""
     out.masks.append(mask)
-    for t in sorted(ancestors([mask]), key=lambda x: id(x)):
+    for t in sorted(_mask_parts(walk, [mask]), key=lambda x: id(x)):
         if t.op.startswith("input:") or t.op in LAYOUT or t.op in _MASK_OPS:
             out.windows.extend(_window_operands(walk, t))
             continue
@@ -319,6 +337,15 @@ def _add_mask(walk: Walk, out: Attend, mask: Tensor) -> None:
         else:
             out.bad.append(Bad("KV142", f"a mask made with `{t.op.lstrip('?')}`", t.node, t))
         return
+
+
+def _mask_parts(walk: Walk, masks: list[Tensor]) -> set[Tensor]:
+    """All that goes into masks, in-place operations on any part of them included."""
+    parts = set(ancestors(masks))
+    for t in walk.tensors:
+        if t.op.endswith("_") and t.parents and t.parents[0] in parts:
+            parts |= set(ancestors([t]))
+    return parts
 
 
 def _boolean(t: Tensor) -> bool:

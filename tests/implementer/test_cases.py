@@ -53,3 +53,30 @@ def test_later_eras(case_bench: Callable[..., Any], name: str, era: str) -> None
     assert outcome(b) == "converted"
     text = Path(b.modeling).read_text(encoding="utf-8")
     assert "block_size=" in text.split("CacheEntry(", 2)[1] or "replace(entry" in text
+
+
+# a prefill whose tokens see later ones: no mask, a flag that is off, a mask of equalities, an in-place mask left out
+BIDIRECTIONAL = {
+    "no mask": ("qwen3_a3b", "mask = ~forward_metadata.attention_mask[:q_len, :q_len]", "mask = None"),
+    "flag off": ("llama", "is_causal=forward_metadata.is_prefill", "is_causal=False"),
+    "flag in a helper": ("glm4", "key, value, is_causal=True)", "key, value, is_causal=False)"),
+    "equalities": (
+        "gpt_neox",
+        "forward_metadata.attention_mask[:q_len, :q_len]",
+        "torch.arange(q_len, device=hidden_states.device)[None, :] == q_len",
+    ),
+    "in place": ("glm4_moe", "forward_metadata.attention_mask[:q_len, :q_len], float", "attn_mask != 0, float"),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(BIDIRECTIONAL))
+def test_attention_to_later_tokens_is_refused(case_bench: Callable[..., Any], kind: str) -> None:
+    name, old, new = BIDIRECTIONAL[kind]
+    b = case_bench(name)
+    b.edit(old, new)
+    before = b.modeling.read_bytes()
+    b.analyze()
+    with pytest.raises(Refusal) as caught:
+        b.apply()
+    assert "KV299" in str(caught.value.findings)
+    assert b.modeling.read_bytes() == before
