@@ -289,6 +289,9 @@ def _shrink_window(c: dict[str, Any], model: ModelUnderTest, notes: list[str]) -
     if isinstance(types, list) and not any("sliding" in str(t) for t in types):
         return None
     window = int(c[key])
+    positions = c.get("max_position_embeddings")
+    if isinstance(positions, int) and window >= positions:
+        return None  # it never hides a key; shrunk, it would
     if window <= WINDOW_KEPT:
         return window
     if window in model.literals:
