@@ -25,6 +25,7 @@ from kvskill.analyzer.modeling.settings import settings_of
 from kvskill.analyzer.modeling.trace import ancestors
 from kvskill.analyzer.modeling.values import Const, Tensor, Tup, Value
 from kvskill.diagnostics import Diagnostic, Severity, Span
+from kvskill.implementer.names import first_use, unbound_names
 from kvskill.implementer.plan import Plan
 from kvskill.source import SourceFile
 
@@ -42,6 +43,7 @@ def postcheck(plan: Plan, facts: ModelFacts, config: Mapping[str, Any]) -> list[
             return [problem]
         files[shown] = SourceFile(old.path, shown, new, old.encoding, ast.parse(new, filename=shown))
         out.extend(_comments(old, files[shown], plan))
+        out.extend(_names(old, files[shown]))
     program = bind_files(files)
     assert facts.entry is not None
     entry = program.find(facts.entry.name)
@@ -82,6 +84,15 @@ def _comments(old: SourceFile, new: SourceFile, plan: Plan) -> list[Diagnostic]:
     have = Counter(text for _, text in _comment_lines(new.raw))
     lost = want - have
     return [_finding(old, None, "KV262", f"The comment {text!r} would be lost.") for text in lost]
+
+
+def _names(old: SourceFile, new: SourceFile) -> list[Diagnostic]:
+    """A name that the source bound and the result does not."""
+    before, after = (unbound_names(f.raw.decode(f.encoding), f.shown) for f in (old, new))
+    return [
+        _finding(new, first_use(new.tree, name), "KV267", f"`{name}` would be read and never bound.")
+        for name in sorted(after - before)
+    ]
 
 
 def _comment_lines(raw: bytes) -> list[tuple[int, str]]:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvskill.implementer.edits import EditConflict, EditSet
+from kvskill.implementer.names import unbound_names
 from kvskill.implementer.textops import insert_after, insert_before, remove_statements, statements
 from kvskill.source import SourceFile, read_source
 
@@ -100,3 +101,18 @@ def test_bytes_outside_edits_stay(tmp_path_factory: pytest.TempPathFactory, span
     for e in reversed(ordered):  # undo by position
         del e
     assert len(out) == len(rest) + sum(len(e.text) for e in ordered)
+
+
+@pytest.mark.parametrize(
+    ("text", "unbound"),
+    [
+        ("import os\ndef f(a):\n    b = a\n    return b + os.sep + len(c)\n", {"c"}),
+        ("def f():\n    global g\n    g = 1\ndef h():\n    return g\n", set()),
+        ("class A:\n    x = 1\n    y = x\n    def m(self):\n        return [i for i in y]\n", {"y"}),
+        ("def f(a):\n    def g():\n        return a + z\n    return g\nz = 1\n", set()),
+        ("print(__name__, late)\n", {"late"}),
+        ("class A(B):\n    def m(self):\n        return super().m(__class__)\n", {"B"}),
+    ],
+)
+def test_unbound_names(text: str, unbound: set[str]) -> None:
+    assert unbound_names(text, "x.py") == unbound
