@@ -188,5 +188,5 @@ def _at(cls: ClassVal) -> Span:
 
 
 def _blocking(code: str, fact: str, span: Span) -> Diagnostic:
-    todo = "Bring the code into the form of `kvskill explain standalone`, or convert it by hand."
+    todo = "Bring the code into the form of `kvskill explain idioms`, or convert it by hand."
     return Diagnostic(code, Severity.BLOCKING, fact, todo, span)
