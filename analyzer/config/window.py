@@ -74,7 +74,7 @@ def effective_window(settings: Settings, made: Kinds) -> Window:
         kinds = [_WITHOUT.get(k, k) for k in kinds]
         none: Value[int | None] = Value(None, Evidence(raw.evidence.source, raw.evidence.keys, off))
         return Window(raw, none, kinds, [None] * count, off)
-    if made.rule_needs_window and size is not None:
+    if size is not None and (made.rule_needs_window or facts.get("window") == "full_layers"):
         kinds = ["sliding" if k == "full" else k for k in kinds]
     windows = [size if k in _SLIDING else None for k in kinds]
     in_force = size if any(windows) else None
@@ -99,9 +99,11 @@ def _why_off(settings: Settings, raw: Value[Any], size: int | None, made: Kinds)
         return f"{where} is {size}"
     if info.facts.get("window") == "none" or (info.has_class and not _class_slides(settings, made)):
         return f"{info.class_name or info.model_type} does not read {where}"
+    before = dict(settings.defaulted)
     limit = _positions(settings)
     if limit is not None and size >= limit.value:
         return f"longer than the model: {where}={size} >= {limit.evidence.keys[0]}={limit.value}"
+    settings.defaulted = before  # the class's length decided nothing
     return ""
 
 

@@ -47,7 +47,7 @@ def _lengths(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 @click.option("--mtp", type=click.IntRange(0, 8), default=0, show_default=True, help="Draft tokens per step.")
 @click.option("--tolerance", type=float, help="Bound on max |a - b| / max |ref| (default: by dtype).")
 @click.option("--waive", multiple=True, metavar="RULE", help="Do not check this operator rule; the report says so.")
-@click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds per child process.")
+@click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds per child process.")
 @click.option("--memory-mb", type=int, default=12000, show_default=True, help="Private memory per child process.")
 @click.option("--fast", is_flag=True, help="Only the recorded run, without its repetitions.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep job files, logs and arrays in this folder.")

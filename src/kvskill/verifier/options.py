@@ -19,7 +19,7 @@ DEFAULT_PROMPTS = (5, 1, 3, 17)
 class Limits:
     """What one child process may use. `memory_mb` bounds private memory (data segment), `seconds` wall time."""
 
-    seconds: float = 300.0
+    seconds: float = 600.0
     memory_mb: int = 12_000
 
 

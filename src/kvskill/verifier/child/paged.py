@@ -69,6 +69,7 @@ def run_paged(target: Any, caches: Caches, cache_info: Any, job: dict[str, Any],
     result["problems"] = recorder.problems
     result["first_decode"] = {str(r): n for r, n in recorder.first_decode.items()}
     result["permuted"] = caches.permuted
+    result["groups"] = {str(layer): group for layer, group in groups.items()}
     if job["metamorphic"]:
         # the rules were checked on every call of the recorded run
         with using(replace(current(), enforce=False)):

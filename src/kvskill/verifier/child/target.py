@@ -95,7 +95,7 @@ def _install_backend(job: dict[str, Any]) -> Any:
         block_size=job["deploy_block_size"],
         null_slots=int(job["block_size"]),
         enforce=job["role"] == "paged",  # the Legacy code is an oracle, not on trial
-        waive=frozenset(job["waive"]) | (IDLE_DRAFT_RULES if job["next_n"] else frozenset()),
+        waive=frozenset(job["waive"]) | (IDLE_DRAFT_RULES if job.get("next_n") else frozenset()),
         note=frozenset(NOTED_RULES),
     )
     return install(job["backend"], context=context)
