@@ -187,7 +187,7 @@ def _write(
             entry["binds"] = binding_releases(name)
             meta = [results[i].get("meta") for i in ids]
             run = sum(m is True for m in meta)
-            entry["meta"] = {"cases": run} if run else "not run: needs the torch_npu wheel"
+            entry["meta"] = {"cases": run} if run else _no_meta(entry["binds"], report)
             entry["reference"] = {"cases": len(ids), "worst": worst} if ids else "not run"
             used = {k: v["worst"] for k, v in framework.items() if name in v["templates"]}
             if options.framework:
@@ -199,6 +199,12 @@ def _write(
         ledger.tool = {"kvskill": __version__, **{k: report.backend.get(k) for k in keys}}
     path.write_text(ledger.dump(), encoding="utf-8")
     report.written = True
+
+
+def _no_meta(binds: dict[str, Any], report: TemplateReport) -> str:
+    if binds and set(binds.values() if all(isinstance(v, str) for v in binds.values()) else ["some"]) == {"any"}:
+        return "calls no operator"
+    return "not run" if report.backend.get("kind") == "wheel" else "not run: needs the torch_npu wheel"
 
 
 def _framework_runs() -> dict[str, dict[str, Any]]:
