@@ -5,8 +5,8 @@
 For every decoder class: build the model on the meta device (no weights), run one prefill through a recording
 attention function, and compare layers, K/V heads, cached widths, windows, scales, sinks, softcaps and score biases
 with what `kvskill.analyzer.config` concludes from the same settings as JSON. Variants change the keys that decide
-(layer counts, head counts, windows, gates, patterns, rope scaling). Classes whose forward does not run on the meta
-device are compared by their modules only. Needs torch and transformers; prints one line per disagreement.
+(layer counts, head counts, windows, gates, patterns, rope scaling). Classes whose forward does not run are
+compared by the attention calls made until then, or counted as not compared. Needs torch and transformers; prints one line per disagreement.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ NEEDED: dict[str, dict[str, Any]] = {
         "sliding_window": 512, "num_hidden_layers": 8,
         "layer_types": ["full_attention", "sliding_attention"] * 4,
     },
+    "qwen3_omni_moe_text": {"head_dim": 128},
     "jetmoe": {"num_hidden_layers": 3, "hidden_size": 256, "vocab_size": 512, "intermediate_size": 64},
     "moshi": {"num_hidden_layers": 3, "vocab_size": 512},
 }  # fmt: skip
