@@ -5,8 +5,9 @@
 For every decoder class: build the model on the meta device (no weights), run one prefill through a recording
 attention function, and compare layers, K/V heads, cached widths, windows, scales, sinks, softcaps and score biases
 with what `kvskill.analyzer.config` concludes from the same settings as JSON. Variants change the keys that decide
-(layer counts, head counts, windows, gates, patterns, rope scaling). Classes whose forward does not run are
-compared by the attention calls made until then, or counted as not compared. Needs torch and transformers; prints one line per disagreement.
+(layer counts, head counts, windows, gates, patterns, rope scaling). Classes whose forward does not run are compared
+by the attention calls made until then, or counted as not compared. Needs torch and transformers; prints one line
+per disagreement.
 """
 
 from __future__ import annotations
