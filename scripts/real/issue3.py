@@ -2,10 +2,54 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
-TREES = ("0296d00", "48a59dc")
+# config.json of deepseek-ai/DeepSeek-R1, the fields that the run reads
+LATENT = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "moe_layer_freq": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "num_nextn_predict_layers": 1,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+    "max_position_embeddings": 163840,
+    "vocab_size": 129280,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "torch_dtype": "bfloat16",
+}
 SLIDING = "models/gpt_oss/models/modeling_gpt_oss.py"
 
 
@@ -80,6 +124,32 @@ def sliding_cured(context: Any) -> str:
     return _worst(report)
 
 
+def latent(context: Any, *extra: Any) -> str:
+    """Latent attention: the Paged model of the tree, with the public config's dims."""
+    config = context.work / "deepseek_r1.json"
+    config.write_text(json.dumps(LATENT), encoding="utf-8")
+    tree = context.tree("0296d00", "deepseek_r1")
+    python = context.old_transformers()
+    return _worst(context.verify(tree / "models" / "deepseek_r1", "--config", config, "--python", python, *extra))
+
+
+def drafts(context: Any) -> str:
+    """One draft token per step: the main model agrees, the draft model's decode agrees with its prefill."""
+    return latent(context, "--mtp", 1)
+
+
+def old_ranks(context: Any) -> str:
+    """A tree whose manager gives every rank the number 0: said, and not blamed on the model."""
+    tree = context.tree("0296d00", "qwen3_moe")
+    report = context.verify(tree / "models" / "qwen3_moe", "--tp", 2, "--against", "hf")
+    assert "KV422" in {f["code"] for f in report["findings"]}
+    return _worst(report)
+
+
+def bfloat16(context: Any) -> str:
+    return _agrees(context, "48a59dc", "--dtype", "bf16")
+
+
 def speed(context: Any) -> str:
     """A small model against both oracles in 20 s of wall time."""
     tree, before = context.tree("0296d00", "qwen3_moe"), context.tree("82ac5cb", "qwen3_moe")
@@ -95,6 +165,10 @@ LINES = [
     ("Legacy of the 2-D era is a second oracle", before_tree),
     ("wheel and table agree bit for bit", backends),
     ("tp 2 on gloo agrees with HF", tensor_parallel),
+    ("tp 2 in a tree with wrong rank numbers: said, model agrees", old_ranks),
+    ("bfloat16 agrees within its own bound", bfloat16),
+    ("Paged deepseek_r1 at 0296d00 agrees with HF", latent),
+    ("Paged deepseek_r1 with one draft token", drafts),
     ("Paged gpt_oss as it is: fails past the window, cause named", sliding_defect),
     ("Paged gpt_oss with pre_tokens - 1: passes", sliding_cured),
     ("small model against both oracles under 20 s", speed),
