@@ -78,7 +78,8 @@ def make_children(plan: Plan) -> list[Child]:
         "waive": list(options.waive),
         "metamorphic": options.checks and options.tp == 1,
     }
-    later = min(7, work.steps)
+    repeated = options.checks and options.tp == 1
+    later = min(7, work.steps) if repeated else 0
     for rank in range(options.tp):
         name = "paged" if rank == 0 else f"paged{rank}"
         job = {
