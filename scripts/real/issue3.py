@@ -8,6 +8,7 @@ from typing import Any
 
 # config.json of deepseek-ai/DeepSeek-R1, the fields that the run reads
 LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
     "hidden_size": 7168,
     "intermediate_size": 18432,
