@@ -55,6 +55,11 @@ class Window:
     attr: str | None
     per_layer: tuple[int | None, ...]
 
+    @property
+    def sliding(self) -> Literal["always", "some"]:
+        """Do all layers of the class slide, or some?"""
+        return "always" if all(self.per_layer) else "some"
+
 
 @dataclass(frozen=True, eq=False)
 class Seam:
@@ -82,6 +87,11 @@ class Seam:
     kinds: tuple[str, ...]
     k_cache: str = "k_cache"
     v_cache: str = "v_cache"
+
+    @property
+    def extra(self) -> str:
+        """The other name that the attend statement bound, if there is exactly one."""
+        return self.extra_targets[0] if len(self.extra_targets) == 1 else ""
 
 
 @dataclass(frozen=True, eq=False)

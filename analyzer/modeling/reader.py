@@ -11,7 +11,7 @@ from kvskill.analyzer.modeling.facts import AttentionFacts, CacheDecl, ModelFact
 from kvskill.analyzer.modeling.mla import find_mla
 from kvskill.analyzer.modeling.program import Program, load_program, source_files
 from kvskill.analyzer.modeling.run import Form, Run, run_model, submodules
-from kvskill.analyzer.modeling.seam import RepRun, SeamError, find_seam, rep_runs
+from kvskill.analyzer.modeling.seam import SeamError, find_seam, phase_reps
 from kvskill.analyzer.modeling.settings import settings_of
 from kvskill.analyzer.modeling.values import ClassVal, Frame, Instance, Tensor
 from kvskill.analyzer.modeling.window import find_window
@@ -199,13 +199,7 @@ def _shape_findings(run: Run) -> list[Diagnostic]:
 def _attention(
     cls: ClassVal, mine: list[Instance], prefill: Run, decode: Run, config: Mapping[str, Any]
 ) -> AttentionFacts:
-    paths = {m.path for m in mine}
-    twins = {m.path: m for m in submodules(decode.root) if m.path in paths}
-    reps: list[RepRun] = []
-    for inst in mine:
-        if any(f.self_ is inst for f in prefill.walk.frames):
-            reps.append(rep_runs(prefill, inst))
-            reps.append(rep_runs(decode, twins[inst.path]))
+    reps = phase_reps(mine, prefill, decode)
     if not reps:
         raise SeamError(_no_attention(cls))
     latent = find_mla(mine, reps)

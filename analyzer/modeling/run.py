@@ -19,6 +19,7 @@ from kvskill.analyzer.modeling.values import (
     ClassVal,
     Const,
     Dict_,
+    Func,
     Instance,
     ModuleSeq,
     Ref,
@@ -26,9 +27,9 @@ from kvskill.analyzer.modeling.values import (
     Tensor,
     Value,
 )
-from kvskill.analyzer.modeling.walk import MISSING, Walk
+from kvskill.analyzer.modeling.walk import MISSING, Problem, Walk
 
-__all__ = ["Form", "Phase", "Run", "run_model", "submodules"]
+__all__ = ["HF_DEFAULTS", "Form", "Phase", "Run", "config_value", "construct_model", "run_model", "submodules"]
 
 Form = Literal["padded-2d", "packed-1d", "paged"]
 Phase = Literal["prefill", "decode"]
@@ -51,7 +52,8 @@ _INFER_DEFAULTS: dict[str, Any] = {
     "parallel_config.local_rank": 0,
     "parallel_config.world_size": 1,
 }
-_HF_DEFAULTS: dict[str, Any] = {
+# keys that PretrainedConfig or a class's own defaults give
+HF_DEFAULTS: dict[str, Any] = {
     "output_attentions": False,
     "output_hidden_states": False,
     "use_cache": True,
@@ -104,20 +106,7 @@ def run_model(
         "infer.scheduler_config.batch_size_per_dp_rank": rows,
         "infer.scheduler_config.batch_size": rows,
     }
-    root = walk.construct(entry, [Ref("config"), Ref("infer"), Ref("comm")], {}, "", None)
-    init_env = {
-        id(f.self_): f.env
-        for f in walk.frames
-        if isinstance(f.func, ast.FunctionDef) and f.func.name == "__init__" and f.self_ is not None
-    }
-    walk.frames.clear()
-    walk.calls.clear()
-    walk.tests.clear()
-    walk.tensors.clear()
-    problems_in_init = list(walk.problems)
-    walk.problems.clear()
-    walk.attr_writes.clear()
-    walk.naming = False
+    root, init_env, problems_in_init = construct_model(walk, entry, [Ref("config"), Ref("infer"), Ref("comm")])
     inputs, meta = _inputs(walk, phase, form, drafts)
     for name in _META_NAMES:
         walk.hooks[name] = lambda *_: meta
@@ -126,12 +115,30 @@ def run_model(
     forward = entry.method("forward")
     result: Value = Const(None)
     if forward is not None:
-        from kvskill.analyzer.modeling.values import Func
-
         func, owner = forward
         result = walk.call_func(Func(func, owner.file, owner), [root], inputs, None)
     walk.problems[:0] = [p for p in problems_in_init if p.kind == "view"]
     return Run(phase, form, walk, root, meta, result, init_env)
+
+
+def construct_model(
+    walk: Walk, entry: ClassVal, args: list[Value]
+) -> tuple[Instance, dict[int, dict[str, Value]], list[Problem]]:
+    """The model object, the names of each object's `__init__` at its end, and the problems on the way.
+
+    What `walk` logged meanwhile is forgotten: what it logs from here on is the forward's.
+    """
+    root = walk.construct(entry, args, {}, "", None)
+    init_env = {
+        id(f.self_): f.env
+        for f in walk.frames
+        if isinstance(f.func, ast.FunctionDef) and f.func.name == "__init__" and f.self_ is not None
+    }
+    problems = list(walk.problems)
+    for log in (walk.frames, walk.calls, walk.tests, walk.tensors, walk.problems, walk.attr_writes):
+        log.clear()
+    walk.naming = False
+    return root, init_env, problems
 
 
 def submodules(value: Value, seen: set[int] | None = None) -> list[Instance]:
@@ -151,27 +158,33 @@ def submodules(value: Value, seen: set[int] | None = None) -> list[Instance]:
     return out
 
 
+def config_value(path: str, config: Mapping[str, Any], defaults: Mapping[str, Any] = HF_DEFAULTS) -> Any:
+    """What `config`, `config.a.b` or `config.a[0]` is, or MISSING; `defaults`: what configuration classes inherit."""
+    rest = path.partition(".")[2]
+    if not rest:
+        return dict(config)
+    base, bracket, index = rest.partition("[")
+    value: Any = config
+    for part in base.split("."):
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif value is config and part in defaults:
+            value = defaults[part]
+        else:
+            return MISSING
+    if bracket:
+        try:
+            key = index.rstrip("]")
+            value = value[int(key)] if isinstance(value, (list, tuple)) else value[key.strip("'\"")]
+        except (ValueError, KeyError, IndexError, TypeError):
+            return MISSING
+    return value
+
+
 def _lookup(path: str, config: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
     root, _, rest = path.partition(".")
-    base, bracket, index = rest.partition("[")
     if root == "config":
-        if not rest:
-            return dict(config)
-        value: Any = config
-        for part in base.split("."):
-            if isinstance(value, Mapping) and part in value:
-                value = value[part]
-            elif value is config and part in _HF_DEFAULTS:
-                value = _HF_DEFAULTS[part]
-            else:
-                return MISSING
-        if bracket:
-            try:
-                key = index.rstrip("]")
-                value = value[int(key)] if isinstance(value, (list, tuple)) else value[key.strip("'\"")]
-            except (ValueError, KeyError, IndexError, TypeError):
-                return MISSING
-        return value
+        return config_value(path, config)
     if root == "infer":
         if rest in settings:
             return settings[rest]
@@ -235,8 +248,6 @@ def _bind_caches(walk: Walk, root: Instance, form: Form) -> None:
     before = {id(m): dict(m.attrs) for m in submodules(root)}
     own = root.cls.method("init_cache")
     if own is not None and form != "paged":
-        from kvskill.analyzer.modeling.values import Func
-
         func, owner = own
         params = len(func.args.args) - 1
         walk.call_func(Func(func, owner.file, owner), [root, *([Ref("device")] * min(params, 1))], {}, None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvskill.analyzer.modeling.dims import Dim, const
 from kvskill.analyzer.modeling.facts import Binding, Seam
 from kvskill.analyzer.modeling.operators import WRITE_OPS, argument
-from kvskill.analyzer.modeling.run import Run
+from kvskill.analyzer.modeling.run import Run, submodules
 from kvskill.analyzer.modeling.scores import Attend, find_attends, is_causal
 from kvskill.analyzer.modeling.shapes import LAYOUT
 from kvskill.analyzer.modeling.trace import (
@@ -27,7 +27,7 @@ from kvskill.analyzer.modeling.walk import Walk
 from kvskill.diagnostics import Diagnostic, Severity, Span
 from kvskill.source import SourceFile
 
-__all__ = ["RepRun", "SeamError", "Write", "find_seam", "rep_runs"]
+__all__ = ["RepRun", "SeamError", "Write", "find_seam", "phase_reps", "rep_runs"]
 
 
 class SeamError(Exception):
@@ -81,6 +81,18 @@ def rep_runs(run: Run, inst: Instance) -> RepRun:
             writes.append(Write(cache, value, frame, stmt, node))
     attends = [a for a in find_attends(walk) if method_frame(a.out.frame, inst) is not None]
     return RepRun(run, inst, writes, attends)
+
+
+def phase_reps(mine: list[Instance], prefill: Run, decode: Run) -> list[RepRun]:
+    """Both phases of each object that the prefill enters (layers of one kind are walked once), one after the other."""
+    paths = {m.path for m in mine}
+    twins = {m.path: m for m in submodules(decode.root) if m.path in paths}
+    reps: list[RepRun] = []
+    for inst in mine:
+        if any(f.self_ is inst for f in prefill.walk.frames):
+            reps.append(rep_runs(prefill, inst))
+            reps.append(rep_runs(decode, twins[inst.path]))
+    return reps
 
 
 def _frame_stmt(frame: Frame, node: ast.AST) -> ast.stmt | None:

@@ -12,7 +12,7 @@ from kvskill.analyzer.modeling.operators import argument
 from kvskill.analyzer.modeling.program import Program
 from kvskill.analyzer.modeling.reader import entry_class
 from kvskill.analyzer.modeling.run import Run, submodules
-from kvskill.analyzer.modeling.seam import RepRun, SeamError, find_seam, rep_runs
+from kvskill.analyzer.modeling.seam import RepRun, SeamError, find_seam, phase_reps
 from kvskill.analyzer.modeling.settings import settings_of
 from kvskill.analyzer.modeling.shapes import LAYOUT
 from kvskill.analyzer.modeling.trace import ancestors
@@ -108,13 +108,7 @@ def _writers(run: Run) -> list[Instance]:
 def _attention(
     cls: ClassVal, mine: list[Instance], prefill: Run, decode: Run, config: Mapping[str, Any]
 ) -> AttentionFacts:
-    paths = {m.path for m in mine}
-    twins = {m.path: m for m in submodules(decode.root) if m.path in paths}
-    reps: list[RepRun] = []
-    for inst in mine:
-        if any(f.self_ is inst for f in prefill.walk.frames):
-            reps.append(rep_runs(prefill, inst))
-            reps.append(rep_runs(decode, twins[inst.path]))
+    reps = phase_reps(mine, prefill, decode)
     for rep in reps:
         _no_latent(cls, rep)
     seam = find_seam(reps)

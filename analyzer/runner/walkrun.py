@@ -13,7 +13,7 @@ from typing import Any
 from kvskill.analyzer.modeling.dims import Dim, const
 from kvskill.analyzer.modeling.operators import HOOKS, WRITE_OPS, argument
 from kvskill.analyzer.modeling.program import Program
-from kvskill.analyzer.modeling.run import Phase, Run
+from kvskill.analyzer.modeling.run import HF_DEFAULTS, Phase, Run, config_value, construct_model
 from kvskill.analyzer.modeling.trace import through
 from kvskill.analyzer.modeling.values import ClassVal, Const, Dict_, Frame, Func, Instance, Ref, Tensor, Tup, Value
 from kvskill.analyzer.modeling.walk import MISSING, Walk
@@ -23,19 +23,8 @@ __all__ = ["CACHES", "entry_frame", "run_standalone"]
 
 CACHES = ("past_key_values", "kv_caches", "kv_cache", "past_kvs")
 _SETTINGS = ("runner_settings", "infer_config", "settings")
-_HF_DEFAULTS: dict[str, Any] = {
-    "output_attentions": False,
-    "output_hidden_states": False,
-    "use_cache": True,
-    "use_return_dict": True,
-    "return_dict": True,
-    "pretraining_tp": 1,
-    "attention_dropout": 0.0,
-    "gradient_checkpointing": False,
-    "quantization_config": None,
-    "quant_config": None,
-    "rope_scaling": None,
-}
+# a runner's configuration class need not set it
+_DEFAULTS = {**HF_DEFAULTS, "rope_scaling": None}
 
 
 def run_standalone(program: Program, entry: ClassVal, config: Mapping[str, Any], phase: Phase) -> Run:
@@ -46,16 +35,8 @@ def run_standalone(program: Program, entry: ClassVal, config: Mapping[str, Any],
 
     walk = Walk(program.modules, concrete)
     walk.hooks.update(HOOKS)
-    root = walk.construct(entry, _init_args(program, entry), {}, "", None)
-    init_env = {
-        id(f.self_): f.env
-        for f in walk.frames
-        if isinstance(f.func, ast.FunctionDef) and f.func.name == "__init__" and f.self_ is not None
-    }
-    for log in (walk.frames, walk.calls, walk.tests, walk.tensors, walk.problems, walk.attr_writes):
-        log.clear()
+    root, init_env, _ = construct_model(walk, entry, _init_args(program, entry))
     walk.collapse_layers = True
-    walk.naming = False
     meta = Dict_({"is_prefill": Const(phase == "prefill")})
     result: Value = Const(None)
     found = entry.method("forward")
@@ -136,26 +117,7 @@ def _lookup(path: str, config: Mapping[str, Any]) -> Any:
     root, _, rest = path.partition(".")
     if root == "infer":
         return 1 if rest.startswith("parallel_config.") else MISSING
-    if root != "config":
-        return MISSING
-    if not rest:
-        return dict(config)
-    base, bracket, index = rest.partition("[")
-    value: Any = config
-    for part in base.split("."):
-        if isinstance(value, Mapping) and part in value:
-            value = value[part]
-        elif value is config and part in _HF_DEFAULTS:
-            value = _HF_DEFAULTS[part]
-        else:
-            return MISSING
-    if bracket:
-        try:
-            key = index.rstrip("]")
-            value = value[int(key)] if isinstance(value, (list, tuple)) else value[key.strip("'\"")]
-        except (ValueError, KeyError, IndexError, TypeError):
-            return MISSING
-    return value
+    return config_value(path, config, _DEFAULTS) if root == "config" else MISSING
 
 
 def _inputs(

@@ -38,7 +38,7 @@ _LOCALS = (
     "rows",
 )
 
-__all__ = ["adapt_block", "convert_attention", "from_tnd", "to_tnd"]
+__all__ = ["adapt_block", "attend_context", "convert_attention", "from_tnd", "to_tnd"]
 
 
 def to_tnd(binding: Binding, heads: str, dim: str) -> str:
@@ -77,43 +77,46 @@ def convert_attention(ctx: Context, facts: AttentionFacts, meta: str) -> None:
     _declare(ctx, facts)
 
 
-def _replace_seam(ctx: Context, facts: AttentionFacts, meta: str) -> None:
+def attend_context(ctx: Context, facts: AttentionFacts, torch: str, meta: str) -> dict[str, Any]:
+    """What the attend templates of both deployments read of the seam and the manifest."""
     seam = facts.seam
-    file, func = seam.file, seam.func
-    torch = ctx.module_name(file, "torch")
-    if torch is None:
-        ctx.refuse(file, file.tree, "KV201", "The file does not import torch by name.", "Add `import torch`.")
-        return
-    n = {name: ctx.fresh_name(func, f"paged_{name}") for name in _LOCALS}
-    sliding: str | None = None
-    if facts.window is not None:
-        sliding = "always" if all(facts.window.per_layer) else "some"
-    context: dict[str, Any] = {
+    return {
         "fa_version": ctx.manifest.fa_version.value,
         "window_rule": ctx.manifest.window_rule.value,
-        "n": n,
-        "q": to_tnd(seam.q, seam.heads_expr, seam.k_dim_expr),
-        "k": to_tnd(seam.k, seam.kv_heads_expr, seam.k_dim_expr),
-        "v": to_tnd(seam.v, seam.kv_heads_expr, seam.v_dim_expr),
         "meta": meta,
-        "key": f"{seam.self_name}.{'manager_key' if keyed(ctx, facts) else 'attn_type'}",
-        "manager_key": keyed(ctx, facts),
-        "me": seam.self_name,
         "torch": torch,
-        "k_cache": seam.k_cache,
-        "v_cache": seam.v_cache,
         "heads": seam.heads_expr,
         "kv_heads": seam.kv_heads_expr,
         "k_dim": seam.k_dim_expr,
         "v_dim": seam.v_dim_expr,
         "scale": seam.scale_expr,
         "sinks": seam.sinks_expr,
-        "sliding": sliding,
+        "sliding": facts.window.sliding if facts.window is not None else None,
+        "extra": seam.extra,
+        "out": {"name": seam.out.name},
+    }
+
+
+def _replace_seam(ctx: Context, facts: AttentionFacts, meta: str) -> None:
+    seam = facts.seam
+    file, func = seam.file, seam.func
+    torch = ctx.torch_name(file)
+    if torch is None:
+        return
+    n = {name: ctx.fresh_name(func, f"paged_{name}") for name in _LOCALS}
+    context = attend_context(ctx, facts, torch, meta) | {
+        "n": n,
+        "q": to_tnd(seam.q, seam.heads_expr, seam.k_dim_expr),
+        "k": to_tnd(seam.k, seam.kv_heads_expr, seam.k_dim_expr),
+        "v": to_tnd(seam.v, seam.kv_heads_expr, seam.v_dim_expr),
+        "key": f"{seam.self_name}.{'manager_key' if keyed(ctx, facts) else 'attn_type'}",
+        "manager_key": keyed(ctx, facts),
+        "me": seam.self_name,
+        "k_cache": seam.k_cache,
+        "v_cache": seam.v_cache,
         "window": _window_text(ctx, facts),
         "host_lists": "actual_seq_lengths_list_kv" in ctx.manifest.target.forward_metadata_fields,
         "graph_test": _graph_test(ctx, facts),
-        "extra": ", ".join(seam.extra_targets) if len(seam.extra_targets) == 1 else "",
-        "out": {"name": seam.out.name},
     }
     text = render("framework/attend_head", **context)
     dense = dense_layers(ctx, facts)
@@ -136,16 +139,10 @@ def _replace_seam(ctx: Context, facts: AttentionFacts, meta: str) -> None:
         text += f"{seam.out.name} = {after}\n"
     unit = ctx.unit(func, file)
     insert_before(ctx.edit_set(file), seam.anchor, text, "paged attention", unit)
-    ctx.bound_at.setdefault(id(func), []).append(
-        (seam.anchor.lineno, {seam.out.name, *(seam.extra_targets if len(seam.extra_targets) == 1 else ())})
-    )
+    ctx.bound_at.setdefault(id(func), []).append((seam.anchor.lineno, {seam.out.name, *filter(None, [seam.extra])}))
     ctx.use_at(func, seam.anchor.lineno, {seam.q.name, seam.k.name, seam.v.name})
     ctx.use(func, {meta.split("[")[0].split(".")[0], seam.self_name})
-    by_func: dict[int, tuple[Func, set[ast.stmt]]] = {}
-    for owner, stmt in seam.removed:
-        by_func.setdefault(id(owner.node), (owner, set()))[1].add(stmt)
-    for owner, stmts in by_func.values():
-        ctx.mark_removed(owner, stmts)
+    ctx.remove_seam(seam)
 
 
 def dense_layers(ctx: Context, facts: AttentionFacts) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, field
 
-from kvskill.analyzer.modeling.facts import ModelFacts
+from kvskill.analyzer.modeling.facts import ModelFacts, Seam
 from kvskill.analyzer.modeling.values import ClassVal, External, Frame, Func
 from kvskill.diagnostics import Diagnostic, Severity
 from kvskill.implementer.edits import EditSet
@@ -62,6 +62,11 @@ class Context:
         self.removed.setdefault(key, set()).update(stmts)
         self.freed.setdefault(key, set()).update(names_read(stmts))
 
+    def remove_seam(self, seam: Seam) -> None:
+        """What the paged attention replaces goes, in whichever functions it stands."""
+        for owner, stmt in seam.removed:
+            self.mark_removed(owner, {stmt})
+
     def use(self, func: ast.FunctionDef, names: set[str]) -> None:
         self.used.setdefault(id(func), set()).update(names)
 
@@ -87,6 +92,13 @@ class Context:
             if isinstance(value, External) and value.name == qualified:
                 return name
         return None
+
+    def torch_name(self, file: SourceFile) -> str | None:
+        """The name of torch in a file; a refusal if it has none."""
+        name = self.module_name(file, "torch")
+        if name is None:
+            self.refuse(file, file.tree, "KV201", "The file does not import torch by name.", "Add `import torch`.")
+        return name
 
     def frames_of(self, func: ast.FunctionDef) -> list[Frame]:
         """Activations of a function in both runs."""

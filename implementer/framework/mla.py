@@ -132,9 +132,8 @@ def _fits(ctx: Context, facts: AttentionFacts, mla: MlaFacts) -> bool:
 def _replace(ctx: Context, facts: AttentionFacts, mla: MlaFacts, fused: FusedWrite | None, meta: str) -> None:
     seam = facts.seam
     file, func = seam.file, seam.func
-    torch = ctx.module_name(file, "torch")
+    torch = ctx.torch_name(file)
     if torch is None:
-        ctx.refuse(file, file.tree, "KV201", "The file does not import torch by name.", "Add `import torch`.")
         return
     me = seam.self_name
     n = {name: ctx.fresh_name(func, f"paged_{name}") for name in _NAMES}
@@ -176,7 +175,7 @@ def _replace(ctx: Context, facts: AttentionFacts, mla: MlaFacts, fused: FusedWri
         scale=seam.scale_expr,
         host_lists="actual_seq_lengths_list_kv" in ctx.manifest.target.forward_metadata_fields,
         graph_test=_graph_test(ctx, facts),
-        extra=seam.extra_targets[0] if len(seam.extra_targets) == 1 else "",
+        extra=seam.extra,
         out={"name": seam.out.name, "text": from_tnd(seam.out)},
     )
     insert_before(edits, seam.anchor, text, "paged latent attention", unit)
@@ -189,11 +188,7 @@ def _replace(ctx: Context, facts: AttentionFacts, mla: MlaFacts, fused: FusedWri
         read |= {mla.latent.name, mla.k_rope.name}
     ctx.use_at(func, line, read)
     ctx.use(func, {meta.split("[")[0].split(".")[0], me})
-    by_func: dict[int, tuple[Func, set[ast.stmt]]] = {}
-    for owner, stmt in seam.removed:
-        by_func.setdefault(id(owner.node), (owner, set()))[1].add(stmt)
-    for owner, stmts in by_func.values():
-        ctx.mark_removed(owner, stmts)
+    ctx.remove_seam(seam)
 
 
 def names_in(expr: str) -> set[str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-from typing import Any
 
 from kvskill.analyzer.modeling.facts import AttentionFacts, Binding
-from kvskill.analyzer.modeling.values import Const, Frame, Func, Instance, Tensor, Tup, Value
+from kvskill.analyzer.modeling.values import Const, Frame, Instance, Tensor, Tup, Value
+from kvskill.implementer.framework.attention import attend_context
 from kvskill.implementer.framework.calls import add_argument, add_parameter
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.render import render
@@ -24,32 +24,25 @@ def convert_attention(ctx: Context, facts: AttentionFacts) -> None:
     """All edits of one attention class."""
     seam = facts.seam
     file, func = seam.file, seam.func
-    torch = ctx.module_name(file, "torch")
+    torch = ctx.torch_name(file)
     if torch is None:
-        ctx.refuse(file, file.tree, "KV201", "The file does not import torch by name.", "Add `import torch`.")
         return
     caches = _cache_exprs(ctx, facts)
     meta = _thread(ctx, facts)
     if caches is None or meta is None:
         return
     n = {name: ctx.fresh_name(func, f"paged_{name}") for name in _LOCALS}
-    sliding = None
-    if facts.window is not None:
-        sliding = "always" if all(facts.window.per_layer) else "some"
-        if facts.window.attr is None:
-            ctx.refuse(
-                file,
-                facts.cls.node,
-                "KV203",
-                f"The window of {facts.cls.name} is not held by an attribute.",
-                "Keep the window of each layer in an attribute that is None for full layers.",
-            )
-            return
+    if facts.window is not None and facts.window.attr is None:
+        ctx.refuse(
+            file,
+            facts.cls.node,
+            "KV203",
+            f"The window of {facts.cls.name} is not held by an attribute.",
+            "Keep the window of each layer in an attribute that is None for full layers.",
+        )
+        return
     rows, cols = _rows(seam.q)
-    extra = seam.extra_targets[0] if len(seam.extra_targets) == 1 else ""
-    context: dict[str, Any] = {
-        "fa_version": ctx.manifest.fa_version.value,
-        "window_rule": ctx.manifest.window_rule.value,
+    context = attend_context(ctx, facts, torch, meta) | {
         "n": n,
         "rows": rows,
         "cols": cols,
@@ -58,31 +51,16 @@ def convert_attention(ctx: Context, facts: AttentionFacts) -> None:
         "v": _flat(seam.v, seam.kv_heads_expr, seam.v_dim_expr),
         "k_cache": caches[0],
         "v_cache": caches[1],
-        "meta": meta,
-        "torch": torch,
-        "heads": seam.heads_expr,
-        "kv_heads": seam.kv_heads_expr,
-        "k_dim": seam.k_dim_expr,
-        "v_dim": seam.v_dim_expr,
-        "scale": seam.scale_expr,
-        "sinks": seam.sinks_expr,
-        "sliding": sliding,
         "window": f"{seam.self_name}.{facts.window.attr}" if facts.window is not None else None,
-        "extra": extra,
-        "out": {"name": seam.out.name},
         "after": _after(seam.out),
     }
     text = render("standalone/attend", **context)
     insert_before(ctx.edit_set(file), seam.anchor, text, "paged attention", ctx.unit(func, file))
-    ctx.bound_at.setdefault(id(func), []).append((seam.anchor.lineno, {seam.out.name, *filter(None, [extra])}))
+    ctx.bound_at.setdefault(id(func), []).append((seam.anchor.lineno, {seam.out.name, *filter(None, [seam.extra])}))
     names = {m.id for e in caches for m in ast.walk(ast.parse(e)) if isinstance(m, ast.Name)}
     ctx.use_at(func, seam.anchor.lineno, {seam.q.name, seam.k.name, seam.v.name, *names})
     ctx.use(func, {meta, seam.self_name})
-    by_func: dict[int, tuple[Func, set[ast.stmt]]] = {}
-    for owner, stmt in seam.removed:
-        by_func.setdefault(id(owner.node), (owner, set()))[1].add(stmt)
-    for owner, stmts in by_func.values():
-        ctx.mark_removed(owner, stmts)
+    ctx.remove_seam(seam)
 
 
 def _flat(binding: Binding, heads: str, dim: str) -> str:
