@@ -9,7 +9,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-PYTEST_ARGS ?=
+# The verify tests are child processes on one thread each: a worker per core halves the time.
+PYTEST_ARGS ?= -n 2 --dist worksteal
 DEMO_ARGS ?=
 PY = $(VENV)/bin/python
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvskill.analyzer.config.facts import ConfigFacts
+from kvskill.analyzer.data import load_yaml
 from kvskill.analyzer.selection.code import CodeView
 from kvskill.analyzer.selection.features import Feature
 from kvskill.analyzer.selection.grounds import (
@@ -72,6 +73,7 @@ def select(given: SelectionInput) -> Selection:
         window_rule.value,
         limits,
         mtp=given.facts.mtp.count > 0 and any(y.settings.next_n > 0 for y in given.yamls),
+        run_dtype=None if given.standalone else load_yaml("target_profile.yaml")["run_dtype"],
         mla_prefill=given.overrides.mla_prefill,
     )
     built = build_groups(given.facts, given.code, choices)

@@ -30,6 +30,7 @@ class GroupChoices:
     window_rule: Literal["hf", "upstream"]
     limits: Limits
     mtp: bool
+    run_dtype: str | None = None  # of the framework; a standalone runner follows the config
     mla_prefill: Literal["expanded", "absorbed"] | None = None
 
 
@@ -46,7 +47,7 @@ def build_groups(facts: ConfigFacts, code: CodeView | None, choices: GroupChoice
     """One group per cache geometry that owns a cache, in layer order."""
     owning = [g for g in facts.groups if not g.shares_kv and g.attn_type is not None]
     keys = _manager_keys(owning)
-    dtype = _dtype(facts)
+    dtype = _dtype(facts, choices.run_dtype)
     groups, rejected, findings = [], [], []
     for raw, key in zip(owning, keys, strict=True):
         group, why, found = _group(raw, key, facts, code, choices, dtype)
@@ -191,8 +192,10 @@ def _type_rule(kind: Kind, window: int | None) -> str:
     return "S11-standard" if window is None else "S11-sliding"
 
 
-def _dtype(facts: ConfigFacts) -> str:
-    """The cache dtype as the code writes it; bf16 where the config names none."""
+def _dtype(facts: ConfigFacts, run_dtype: str | None) -> str:
+    """The cache dtype as the code writes it; bf16 where nothing names one."""
+    if run_dtype is not None:
+        return f"torch.{run_dtype}"
     for key in ("torch_dtype", "dtype"):
         found = facts.get(key)
         if found is not None and isinstance(found.value, str) and found.value not in ("auto", ""):

@@ -6,6 +6,7 @@ import ast
 import re
 from typing import Any
 
+from kvskill.analyzer.data import load_yaml
 from kvskill.analyzer.modeling.facts import AttentionFacts, Binding
 from kvskill.analyzer.modeling.values import Const, Frame, Func, Instance, Ref, Tensor, Tup, Value
 from kvskill.implementer.framework.context import Context
@@ -251,7 +252,7 @@ def _declare(ctx: Context, facts: AttentionFacts) -> None:
             {"name": facts.seam.v_cache, "dim": decl.v_dim_expr},
         ],
         kv_heads=decl.heads_expr,
-        dtype=f"{torch}.bfloat16",
+        dtype=f"{torch}.{load_yaml('target_profile.yaml')['run_dtype']}",
         block_size=block_size,
         window=window,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
+from kvskill.analyzer.data import load_yaml
 from kvskill.analyzer.modeling.facts import AttentionFacts, Binding
 from kvskill.analyzer.modeling.mla import MlaFacts
 from kvskill.analyzer.modeling.mla_rope import FusedWrite
@@ -243,7 +244,7 @@ def _declare(ctx: Context, facts: AttentionFacts, mla: MlaFacts) -> None:
             {"name": CACHES[1], "dim": _own(mla.rope, facts, me)},
         ],
         kv_heads="1",
-        dtype=f"{torch}.bfloat16",
+        dtype=f"{torch}.{load_yaml('target_profile.yaml')['run_dtype']}",
         block_size=block_size,
         window=None,
     )

@@ -106,4 +106,4 @@ def test_manual_section_names_commands_of_the_tool() -> None:
 
     text = (skill_folder() / "SKILL.md").read_text(encoding="utf-8")
     lines = section(text, "manual[] tasks")
-    assert lines[0] == "kvskill apply MODEL --partial" and lines[-1] == "kvskill verify MODEL"
+    assert lines[0] == "kvskill template list" and lines[-2:] == ["kvskill apply MODEL", "kvskill verify MODEL"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from kvskill.analyzer.data import load_yaml
 from kvskill.verifier.before import LegacySource
 from kvskill.verifier.discover import ModelUnderTest
 from kvskill.verifier.jobs import Child
@@ -69,7 +70,7 @@ def make_children(plan: Plan) -> list[Child]:
         "next_n": options.mtp,
         "group_names": list(plan.model.group_names),
         "backend": options.backend,
-        "deploy_dtype": _deploy_dtype(plan.base),
+        "deploy_dtype": load_yaml("target_profile.yaml")["run_dtype"],
         "deploy_block_size": _deploy_block_size(plan.model),
         "weights": "checkpoint" if plan.use_hf else "named",
         "wait_seconds": options.limits.seconds,
@@ -135,13 +136,6 @@ def _prompts(prompts: tuple[int, ...], work: Workload, steps: int) -> dict[str, 
         "longest": max(prompts),
         "steps": steps,
     }
-
-
-def _deploy_dtype(base: BaseConfig) -> str:
-    for key in ("torch_dtype", "dtype"):
-        if isinstance(base.values.get(key), str):
-            return str(base.values[key])
-    return "bfloat16"
 
 
 def _deploy_block_size(model: ModelUnderTest) -> int:

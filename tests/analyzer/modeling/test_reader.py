@@ -119,6 +119,8 @@ def test_the_plain_form(tmp_path: Path) -> None:
 EAGER = """
         scores = torch.matmul(q, k.transpose(2, 3)) * self.scale
         {middle}
+        if forward_metadata.is_prefill:
+            scores = scores.masked_fill(torch.ones(s, s, dtype=torch.bool).triu(1), float("-inf"))
         probs = scores.softmax(dim=-1)
         out = torch.matmul(probs, v)
 """
