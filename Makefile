@@ -10,7 +10,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 # The verify tests are child processes on one thread each: a worker per core halves the time.
-PYTEST_ARGS ?= -n 2 --dist worksteal
+PYTEST_ARGS ?= -n 2 --dist loadgroup
 DEMO_ARGS ?=
 PY = $(VENV)/bin/python
 

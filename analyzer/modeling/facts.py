@@ -30,10 +30,14 @@ State = Literal["legacy", "paged", "half-migrated", "paged-by-hand", "none"]
 
 @dataclass(frozen=True)
 class Binding:
-    """A name that holds a tensor at the seam, and how its axes lie (trace.Layout kinds)."""
+    """A name that holds a tensor at the seam, and how its axes lie (trace.Layout kinds).
+
+    `copies`: the head axis holds copies of one head that all heads share (the rope part of latent keys, expanded).
+    """
 
     name: str
     layout: str
+    copies: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,6 +21,7 @@ from kvskill.analyzer.modeling.seam import (
     RepRun,
     SeamError,
     Write,
+    _axes,
     _binding,
     _common_frames,
     _config_path,
@@ -32,9 +33,10 @@ from kvskill.analyzer.modeling.seam import (
     _removed,
     _scale,
     _top,
+    _value_before,
     attr_for,
 )
-from kvskill.analyzer.modeling.trace import ancestors, chain, method_frame, root_of
+from kvskill.analyzer.modeling.trace import ancestors, chain, layout_of, method_frame, root_of
 from kvskill.analyzer.modeling.values import Const, Frame, Instance, Tensor
 from kvskill.source import SourceFile
 
@@ -195,6 +197,11 @@ def _seam(mine: list[Instance], found: list[tuple[RepRun, Parts]], mark: Fingerp
     here = frames[id(prefill)]
     removed = _removed(reps, frames, names, anchor)  # type: ignore[arg-type]
     bindings = [_binding(prefill, here, anchor, n, frame.file) for n in names]
+    if mark.call is None:  # else the fused operator takes both from the projection's output
+        bindings[2:] = [
+            _shared(prefill, here, anchor, b, size, frame.file)
+            for b, size in zip(bindings[2:], (parts.rank, parts.rope), strict=True)
+        ]
     out, extra, post = _output(reps, frames, func, frame.file)
     removed.extend(p for p in post if p not in removed)
     me = func.args.args[0].arg if func.args.args else "self"
@@ -263,6 +270,17 @@ def _seam(mine: list[Instance], found: list[tuple[RepRun, Parts]], mark: Fingerp
         init_cache=_own_init_cache(prefill, mine),
     )
     return seam, facts
+
+
+def _shared(rep: RepRun, frame: Frame, anchor: ast.stmt, binding: Binding, size: Dim, file: SourceFile) -> Binding:
+    """A part that all heads share: one head of `size`, or copies of it along a head axis."""
+    walk, value = rep.walk, _value_before(frame, anchor, binding.name)
+    found = layout_of(walk, value, *_axes(rep))
+    last = value.shape[-1] if value.shape else None
+    if found is None or last is None or not walk.equal_dims(last, size):
+        fact = f"`{binding.name}` holds several heads' copies of the shared part side by side."
+        raise _fail(file, anchor, "KV274", fact, "Keep the part itself under a name until the cache is written.")
+    return replace(binding, copies=found.heads is not None and found.heads.value != 1)
 
 
 def _fused(

@@ -34,9 +34,9 @@ class Registry:
     models: tuple[Registered, ...] = ()
 
     def for_folder(self, folder: str) -> tuple[Registered, ...]:
-        """Entries whose classes live in a model folder, given relative to the repository (`models/qwen`)."""
+        """Entries whose model (the first class; others may be shared) lives in a folder, as `models/qwen`."""
         prefix = folder.replace("/", ".").strip(".") + "."
-        return tuple(m for m in self.models if any(module.startswith(prefix) for module, _ in m.classes))
+        return tuple(m for m in self.models if m.classes[0][0].startswith(prefix))
 
 
 def read_registry(tree: SourceTree) -> Registry:

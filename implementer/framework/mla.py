@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 
 from kvskill.analyzer.data import load_yaml
 from kvskill.analyzer.modeling.facts import AttentionFacts, Binding
@@ -198,7 +199,10 @@ def names_in(expr: str) -> set[str]:
 
 
 def _rows(binding: Binding, dim: str) -> str:
-    """A one-head value as contiguous [T, 1, dim]."""
+    """A one-head value as contiguous [T, 1, dim]; of copies along the head axis, the first."""
+    if binding.copies:
+        first = {"BSND": "[:, :, :1]", "BNSD": "[:, :1]", "TND": "[:, :1]", "NTD": "[:1]"}[binding.layout]
+        binding = replace(binding, name=binding.name + first, copies=False)
     return to_tnd(binding, "1", dim)
 
 

@@ -23,9 +23,9 @@ class FooModelMTP(FooForCausalLM): ...
 CONFIG = "class FooConfig(PretrainedConfig):\n    model_type = 'foo'\n"
 EAGER = """
 from models.other.models.modeling_other import OtherForCausalLM
-from models.foo.models.modeling_foo import FooForCausalLM, FooModelMTP
+from models.foo.models.modeling_foo import FooForCausalLM as Foo, FooModelMTP
 from models.foo.models.configuration_foo import FooConfig
-model_dict = {"other": (OtherForCausalLM, FooConfig), "foo-x": (FooForCausalLM, FooModelMTP, FooConfig)}
+model_dict = {"other": (OtherForCausalLM, FooConfig), "foo-x": (Foo, FooModelMTP, FooConfig)}
 """
 LAZY = """
 _specs: dict[str, list[tuple[str, str]]] = {

@@ -76,6 +76,8 @@ def test_every_layer_type_is_kept_with_its_place() -> None:
     assert set(found["layer_types"]) == {"sliding_attention", "full_attention"}
     pattern = small({**DENSE, "sliding_window": 64, "sliding_window_pattern": 6})
     assert pattern["num_hidden_layers"] >= 6
+    both = small({**DENSE, "sliding_window_pattern": 6, "first_k_dense_replace": 3})
+    assert both["num_hidden_layers"] >= 6 and both["first_k_dense_replace"] == 1
 
 
 def test_dense_layers_before_the_mixture_are_one() -> None:

@@ -72,7 +72,7 @@ groups:
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the package whose templates may be changed, with a matrix of two cases."""
     base = tmp_path_factory.mktemp("package")
-    ignore = shutil.ignore_patterns("__pycache__", "embedded")
+    ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "src" / "kvskill", base / "kvskill", ignore=ignore)
     (base / "kvskill" / "data" / "template_matrix.yaml").write_text(MATRIX)
     return base

@@ -61,6 +61,12 @@ MODELS: dict[str, EmbeddedModel] = {
             "dense, sliding-window and full layers, plain PyTorch, packed input",
             verify=("--long",),  # a prompt beyond the window
         ),
+        EmbeddedModel(
+            "tiny_latent",
+            "2026-04",
+            ("TinyLatentForCausalLM", "TinyLatentConfig"),
+            "dense, multi-head latent attention, expanded K and V cached, packed input",
+        ),
     )
 }
 

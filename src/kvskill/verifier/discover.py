@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvskill.analyzer.target.classes import SourceTree
+from kvskill.analyzer.target.registry import read_registry
 from kvskill.diagnostics import Diagnostic, InputError, Severity, Span
 from kvskill.manifest import MANIFEST_NAME, Manifest, load_manifest
 from kvskill.source import SourceFile, read_source
 
 __all__ = ["ModelUnderTest", "find_model", "find_target"]
 
-REGISTRIES = ("executor/core/support_models.py", "executor/core/entrypoints/support_models.py")
 ORIGINALS = Path(".kvskill") / "originals"
 
 
@@ -86,17 +87,17 @@ def _resolve(root: Path, folder: Path) -> ModelUnderTest:
     manifest_path = folder / MANIFEST_NAME
     manifest = load_manifest(manifest_path, str(manifest_path.relative_to(root))) if manifest_path.is_file() else None
     sources = [read_source(p, str(p.relative_to(root))) for p in _python_files(folder)]
-    entries = [e for e in _registry(root) if e[1][0][0].startswith(_dotted(root, folder) + ".")]
-    entries.sort(key=lambda e: e[0].replace("-", "_") != folder.name)  # the key of the folder's own name first
+    listed = read_registry(SourceTree(root, "executor")).for_folder(folder.relative_to(root).as_posix())
+    entries = sorted(listed, key=lambda e: e.key.replace("-", "_") != folder.name)  # the folder's own name first
     causal = config = mtp = None
     registered = None
     if manifest is not None and manifest.model.causal_lm:
         causal = _locate(root, sources, manifest.model.causal_lm)
         config = _locate(root, sources, manifest.model.config_class)
         mtp = _locate(root, sources, manifest.model.mtp)
-        registered = next((k for k, v in entries if any(c == manifest.model.causal_lm for _, c in v)), None)
+        registered = next((e.key for e in entries if any(c == manifest.model.causal_lm for _, c in e.classes)), None)
     if causal is None and entries:
-        registered, classes = entries[0]
+        registered, classes = entries[0].key, entries[0].classes
         causal, config = classes[0], classes[-1]
         mtp = classes[1] if len(classes) == 3 else None
     if causal is None:
@@ -139,43 +140,6 @@ def _python_files(folder: Path) -> list[Path]:
 
 def _dotted(root: Path, path: Path) -> str:
     return ".".join(path.relative_to(root).with_suffix("").parts)
-
-
-def _registry(root: Path) -> list[tuple[str, list[tuple[str, str]]]]:
-    """(key, [(module, class), ...]) per registered model, both registry forms, read statically."""
-    for name in REGISTRIES:
-        path = root / name
-        if path.is_file():
-            return list(_registry_entries(read_source(path, name)))
-    return []
-
-
-def _registry_entries(source: SourceFile) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    imports = {
-        alias.asname or alias.name: node.module
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.ImportFrom) and node.module
-        for alias in node.names
-    }
-    for node in source.tree.body:
-        value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
-        if not isinstance(value, ast.Dict):
-            continue
-        for key, item in zip(value.keys, value.values, strict=True):
-            if not (isinstance(key, ast.Constant) and isinstance(key.value, str)):
-                continue
-            classes: list[tuple[str, str]] = []
-            if not isinstance(item, (ast.Tuple, ast.List)):
-                continue
-            for element in item.elts:
-                if isinstance(element, ast.Name) and element.id in imports:
-                    classes.append((str(imports[element.id]), element.id))
-                elif isinstance(element, ast.Tuple) and len(element.elts) == 2:
-                    pair = [e.value for e in element.elts if isinstance(e, ast.Constant)]
-                    if len(pair) == 2:
-                        classes.append((str(pair[0]), str(pair[1])))
-            if classes:
-                yield key.value, classes
 
 
 def _classes(source: SourceFile) -> Iterator[ast.ClassDef]:

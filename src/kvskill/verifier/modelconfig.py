@@ -209,14 +209,15 @@ def _shrink_depth(c: dict[str, Any], model: ModelUnderTest) -> None:
     for key in PERIODS:
         if isinstance(c.get(key), int):
             keep = max(keep, int(c[key]))
-    if model.manifest is not None:
-        for group in model.manifest.groups:
-            if group.layers:
-                keep = max(keep, min(group.layers) + 1)
+    moved = set()  # first layers of a kind that comes after a threshold: they come after layer 0 now
     for key in THRESHOLDS:
         if isinstance(c.get(key), int) and 0 < c[key] < total:
-            keep = max(min(keep, 2), 2) if not rows else keep
+            moved.add(c[key])
             c[key] = 1
+    if model.manifest is not None:
+        for group in model.manifest.groups:
+            if group.layers and min(group.layers) not in moved:
+                keep = max(keep, min(group.layers) + 1)
     keep = min(keep, total)
     for key in lists:
         c[key] = c[key][:keep]

@@ -184,6 +184,19 @@ GQA = (
         repeat=True,
     ),
     row(
+        "dynamic rotary that remembers the longest request",
+        "gqa",
+        "KV416",
+        (
+            POSITIONS,
+            POSITIONS + "        longest = getattr(self, 'longest', 0)\n"
+            "        self.longest = max(longest, int(position_ids.max()))\n"
+            "        theta = self.config.rope_theta * (2.0 if longest >= 34 else 1.0)\n",
+        ),
+        ("self.config.rope_theta, hidden", "theta, hidden"),
+        repeat=True,
+    ),
+    row(
         "kv heads not divided by the ranks",
         "gqa",
         "KV453",

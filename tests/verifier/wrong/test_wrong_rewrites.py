@@ -19,6 +19,9 @@ from kvskill.embedded import materialise
 from kvskill.verifier.options import VerifyOptions
 from kvskill.verifier.run import verify_model
 
+# One worker runs them all: they share one preloaded process and the run of the oracle.
+pytestmark = pytest.mark.xdist_group("wrong rewrites")
+
 HERE = Path(__file__).resolve().parent
 MODELS = ("gqa", "mixed", "mla")
 PROMPTS = {"gqa": (5, 1, 17), "mixed": (5, 1, 60), "mla": (5, 1, 17)}

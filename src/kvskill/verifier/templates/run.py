@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -19,6 +16,7 @@ from kvskill.verifier.jobs import Child, run_children
 from kvskill.verifier.options import Limits
 from kvskill.verifier.templates.binds import binding_releases
 from kvskill.verifier.templates.cases import all_cases, slice_of
+from kvskill.verifier.templates.framework import FrameworkRun, framework_runs
 from kvskill.verifier.templates.ledger import (
     Ledger,
     default_path,
@@ -83,7 +81,14 @@ def verify_templates(options: TemplateOptions, progress: Progress | None = None)
         results = _run(chosen, options, progress, report)
         _judge(results, chosen, ledger, options, report)
         if options.slice_text is None and not report.findings:
-            _write(path, ledger, results, options, report)
+            on_npu = report.backend.get("kind") == "npu"
+            runs = framework_runs() if options.framework and not on_npu else {}
+            for shown, run in runs.items():
+                if run.failed is not None:
+                    todo = "Correct the conversion, or the templates that it uses."
+                    report.findings.append(_finding("KV441", f"Framework run {shown} fails: {run.failed}.", path, todo))
+            if not report.findings:
+                _write(path, ledger, results, runs, options, report)
     report.seconds = time.monotonic() - start
     return report
 
@@ -165,13 +170,17 @@ def _judge(
 
 
 def _write(
-    path: Path, ledger: Ledger, results: dict[str, Any], options: TemplateOptions, report: TemplateReport
+    path: Path,
+    ledger: Ledger,
+    results: dict[str, Any],
+    runs: dict[str, FrameworkRun],
+    options: TemplateOptions,
+    report: TemplateReport,
 ) -> None:
     cases = all_cases()
     on_npu = report.backend.get("kind") == "npu"
     before = ledger.templates
     ledger.templates = {}
-    framework = _framework_runs() if options.framework and not on_npu else {}
     for name, digest in template_hashes().items():
         ids = [c["id"] for c in cases if name in c["templates"]]
         old = before.get(name, {})
@@ -189,7 +198,7 @@ def _write(
             run = sum(m is True for m in meta)
             entry["meta"] = {"cases": run} if run else _no_meta(entry["binds"], report)
             entry["reference"] = {"cases": len(ids), "worst": worst} if ids else "not run"
-            used = {k: v["worst"] for k, v in framework.items() if name in v["templates"]}
+            used = {k: run.worst for k, run in runs.items() if name in run.templates}
             if options.framework:
                 entry["framework"] = used or "not run"
         ledger.templates[name] = entry
@@ -205,50 +214,3 @@ def _no_meta(binds: dict[str, Any], report: TemplateReport) -> str:
     if binds and set(binds.values() if all(isinstance(v, str) for v in binds.values()) else ["some"]) == {"any"}:
         return "calls no operator"
     return "not run" if report.backend.get("kind") == "wheel" else "not run: needs the torch_npu wheel"
-
-
-def _framework_runs() -> dict[str, dict[str, Any]]:
-    """Embedded models, converted and verified in the embedded target: worst figure and templates used."""
-    from kvskill.embedded import ERAS, MODELS, materialise
-    from kvskill.manifest import MANIFEST_NAME, load_manifest
-    from kvskill.verifier.options import VerifyOptions
-    from kvskill.verifier.run import verify_model
-
-    out: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(prefix="kvskill-framework-") as name:
-        for model, info in MODELS.items():
-            paged = [era for era in ERAS if era >= "2026-04"]
-            for era in paged if info.era >= "2026-04" else paged[:1]:
-                tree = materialise(Path(name) / f"{model}-{era}", era, [model])
-                folder = tree / "models" / model
-                for command in ("analyze", "apply"):
-                    done = subprocess.run(
-                        [sys.executable, "-m", "kvskill", command, str(folder)], capture_output=True, text=True
-                    )
-                    if done.returncode:
-                        break
-                else:
-                    against = "both" if info.era == era else "hf"
-                    report = verify_model(VerifyOptions(model=folder, against=against))  # type: ignore[arg-type]
-                    manifest = load_manifest(folder / MANIFEST_NAME)
-                    worst = max((c.relative for c in report.comparisons), default=float("nan"))
-                    if report.exit_code == ExitCode.DONE:
-                        key = f"{model}@{era}"
-                        out[key] = {
-                            "worst": round_up(worst),
-                            "templates": _used(json.loads(manifest.model_dump_json())),
-                        }
-    return out
-
-
-def _used(manifest: dict[str, Any]) -> list[str]:
-    """The framework templates that a conversion with this manifest writes."""
-    used = {"framework/last_token"}
-    for group in manifest["groups"]:
-        if group["attention"] == "MLA":
-            used |= {"framework/mla_attend", "framework/mla_absorb", "framework/mla_cache_info"}
-            continue
-        dense = group["prefill"] is not None and group["prefill"]["layout"] == "BNSD"
-        used |= {"framework/attend_head", "framework/cache_entries", "framework/get_cache_info"}
-        used.add("framework/attend_dense" if dense else "framework/attend")
-    return sorted(used)
