@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +16,7 @@ from kvskill.analyzer.resolve import Place, find_model
 from kvskill.analyzer.runner.recognise import recognise
 from kvskill.diagnostics import Diagnostic, ExitCode, InputError, KvskillError, Refusal, Severity, Span
 from kvskill.implementer.edits import EditConflict
+from kvskill.implementer.names import unused_since
 from kvskill.implementer.plan import Plan, build_plan
 from kvskill.implementer.postcheck import postcheck
 from kvskill.implementer.standalone.plan import build_standalone_plan
@@ -84,6 +87,7 @@ def apply(request: ApplyRequest) -> Applied:
     if problems:
         raise Refusal(problems)
     findings = tuple(f for f in plan.findings if f.severity is not Severity.BLOCKING)
+    findings += tuple(_unused(changes, facts))
     if request.mode != "write":
         return Applied(
             "would-convert", ExitCode.FOUND if request.mode == "check" else ExitCode.DONE, place, changes, findings
@@ -175,6 +179,24 @@ def _changes(plan: Plan, facts: ModelFacts) -> tuple[FileChange, ...]:
         FileChange(shown, facts.program.files[shown].raw, new, len(plan.edits[shown].edits))
         for shown, new in sorted(results.items())
     )
+
+
+def _unused(changes: tuple[FileChange, ...], facts: ModelFacts) -> Iterator[Diagnostic]:
+    """Helpers that only removed code called. They are left in place: another folder may import them."""
+    files = facts.program.files
+    new = {c.path: ast.parse(c.new, c.path) for c in changes}
+    after = (new.get(path, file.tree) for path, file in files.items())
+    names = {n.name for n in unused_since((f.tree for f in files.values()), after)}
+    for file in files.values():
+        for node in ast.walk(file.tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in names:
+                yield Diagnostic(
+                    "KV269",
+                    Severity.NOTE,
+                    f"Nothing in this folder uses `{node.name}` any more.",
+                    "Remove it where no other code imports it.",
+                    file.span(node),
+                )
 
 
 def _guard(place: Place, paths: list[Path], force: bool) -> None:

@@ -1,13 +1,13 @@
-"""Names that nothing in a file binds: what an edit must not add."""
+"""Names that an edit must not leave unbound, and definitions that it leaves unused."""
 
 from __future__ import annotations
 
 import ast
 import builtins
 import symtable
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-__all__ = ["first_use", "unbound_names"]
+__all__ = ["first_use", "unbound_names", "unused_since"]
 
 
 def unbound_names(text: str, shown: str) -> set[str]:
@@ -41,3 +41,30 @@ def first_use(tree: ast.AST, name: str) -> ast.AST | None:
     """The first place that reads a name."""
     uses = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
     return min(uses, key=lambda n: (n.lineno, n.col_offset), default=None)
+
+
+Definition = ast.FunctionDef | ast.ClassDef
+
+
+def unused_since(old: Iterable[ast.Module], new: Iterable[ast.Module]) -> list[Definition]:
+    """Definitions of `new` that something in `old` names and nothing in `new` does, in source order.
+
+    By name only: a method counts as used while any attribute of its name is read.
+    """
+    before, after = _names_used(old), _names_used(new := list(new))
+    found = [n for tree in new for n in ast.walk(tree) if isinstance(n, Definition)]
+    return [n for n in found if n.name in before and n.name not in after]
+
+
+def _names_used(trees: Iterable[ast.Module]) -> set[str]:
+    out: set[str] = set()
+    for node in (n for tree in trees for n in ast.walk(tree)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            out.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            out.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            out |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            out.add(node.value)  # getattr(self, "name"), __all__
+    return out

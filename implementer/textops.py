@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 _PARTS = ("body", "orelse", "finalbody")
+_DIRECTIVES = tuple(b"#" + space + word for space in (b"", b" ") for word in (b"fmt:", b"type:", b"region", b"endreg"))
 
 
 def line_bounds(file: SourceFile, stmt: ast.stmt) -> tuple[int, int] | None:
@@ -206,6 +207,9 @@ def remove_statements(edits: EditSet, func: ast.FunctionDef, removed: set[ast.st
                     start, end = edits.file.byte_range(stmt)
                     edits.add(start, end, "pass", why)
                 else:
+                    comment = _comment_of(edits.file, body, i, everything)
+                    if comment is not None:  # an edit of its own: text may be inserted between it and the statement
+                        edits.add(*comment, "", why)
                     edits.add(bounds[0], _past_blank(edits.file, body, i, everything, bounds), fill, why)
                 continue
             for part in _PARTS:
@@ -213,6 +217,31 @@ def remove_statements(edits: EditSet, func: ast.FunctionDef, removed: set[ast.st
 
     visit(func.body)
     return everything
+
+
+def _comment_of(file: SourceFile, body: list[ast.stmt], i: int, gone: set[ast.stmt]) -> tuple[int, int] | None:
+    """The comment lines right above removed statement `i`, where they speak of removed statements only: what follows
+    without a blank line goes too.
+    """
+    last = i
+    while last + 1 < len(body) and (following := line_bounds(file, body[last + 1])) is not None:
+        mine = line_bounds(file, body[last])
+        if mine is None or mine[1] != following[0]:
+            break  # a blank line, or another comment
+        if body[last + 1] not in gone:
+            return None
+        last += 1
+    bounds = line_bounds(file, body[i])
+    if bounds is None:
+        return None
+    start, indent = bounds[0], indent_of(file, body[i]).encode(file.encoding)
+    while start > 0:
+        above = file.raw.rfind(b"\n", 0, start - 1) + 1
+        line = file.raw[above:start]
+        if not line.startswith(indent + b"#") or line[len(indent) :].startswith(_DIRECTIVES):
+            break
+        start = above
+    return (start, bounds[0]) if start < bounds[0] else None
 
 
 def _past_blank(file: SourceFile, body: list[ast.stmt], i: int, gone: set[ast.stmt], bounds: tuple[int, int]) -> int:
@@ -228,11 +257,12 @@ def _past_blank(file: SourceFile, body: list[ast.stmt], i: int, gone: set[ast.st
 def _blank_before(file: SourceFile, body: list[ast.stmt], i: int, gone: set[ast.stmt]) -> bool:
     """Do blank lines precede statement `i` once the removed statements just before it are gone?"""
     while (bounds := line_bounds(file, body[i])) is not None:
-        if file.raw[: bounds[0]].endswith((b"\n\n", b"\r\n\r\n", b":\n", b":\r\n")):
+        start = (_comment_of(file, body, i, gone) or bounds)[0]
+        if file.raw[:start].endswith((b"\n\n", b"\r\n\r\n", b":\n", b":\r\n")):
             return True
         above = line_bounds(file, body[i - 1]) if i > 0 and body[i - 1] in gone else None
-        if above is None or above[1] != bounds[0]:
-            return False  # code that stays, or a comment
+        if above is None or above[1] != start:
+            return False  # code that stays, or a comment that does
         i -= 1
     return False
 

@@ -53,6 +53,10 @@ def _rows(m: Manifest, lang: int) -> list[Row]:
         (text("deployment"), text(m.deployment.value), _why(m.deployment.evidence)),
         (text("kv_mode"), mode, "; ".join(m.kv_grounds) or _why(m.kv_mode.evidence)),
         (text("attn_type"), _types(m.groups), f"{text('pattern')}: {compact(m.layer_pattern)}"),
+    ]
+    if m.kv_mode.value != "paged":  # the other rows are about calls that are not written
+        return rows
+    rows += [
         (text("fa"), f"v{m.fa_version.value}", _why(m.fa_version.evidence)),
         (text("absorb"), text("yes" if m.mla_absorb.value else "no"), _why(m.mla_absorb.evidence)),
         (text("mixed"), text("on" if m.mixed_attn_types.value else "off"), _why(m.mixed_attn_types.evidence)),

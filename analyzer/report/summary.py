@@ -64,9 +64,10 @@ def _lines(a: Analysis) -> Iterator[str]:
     yield from _decided(m)
     if m.groups:
         yield ""
-        yield "Groups"
+        kept = m.kv_mode.value != "paged"
+        yield "Groups (as they are; nothing is converted)" if kept else "Groups"
         for group in m.groups:
-            yield from _group(group)
+            yield from _group(group, calls=not kept)
     if a.plans or a.what_if:
         yield ""
         yield "Memory per rank (framework formulas)"
@@ -142,6 +143,11 @@ def _decided(m: Manifest) -> Iterator[str]:
     rows: list[tuple[str, str, Decision[Any]]] = [
         ("deployment", m.deployment.value, m.deployment),
         ("KV mode", m.kv_mode.value, m.kv_mode),
+    ]
+    if m.kv_mode.value != "paged":  # the other answers are about calls that are not written
+        yield from _answers(rows, m.kv_grounds)
+        return
+    rows += [
         ("FA version", f"v{m.fa_version.value}", m.fa_version),
         ("MLA absorb", "yes" if m.mla_absorb.value else "no", m.mla_absorb),
         ("mixed types", "yes" if m.mixed_attn_types.value else "no", m.mixed_attn_types),
@@ -149,13 +155,17 @@ def _decided(m: Manifest) -> Iterator[str]:
     ]
     if any(g.sliding_window for g in m.groups):
         rows.append(("window rule", m.window_rule.value, m.window_rule))
+    yield from _answers(rows, m.kv_grounds)
+
+
+def _answers(rows: list[tuple[str, str, Decision[Any]]], grounds: tuple[str, ...]) -> Iterator[str]:
     for title, value, decision in rows:
         yield f"  {title:<12}{value:<12}{_evidence(decision.evidence)}"
-    for ground in m.kv_grounds:
+    for ground in grounds:
         yield f"  {'':<12}ground: {ground}"
 
 
-def _group(g: Group) -> Iterator[str]:
+def _group(g: Group, *, calls: bool) -> Iterator[str]:
     key = g.manager_key or g.attn_type
     heads = "latent, 1 head" if g.attention == "MLA" else f"{g.q_heads} q / {g.kv_heads} kv heads"
     dims = " + ".join(f"{c.name} {c.dim}" for c in g.caches)
@@ -164,7 +174,7 @@ def _group(g: Group) -> Iterator[str]:
     extras += [f"scale {g.scale_value:.6g}"] if g.scale_value is not None else []
     yield f"  {key} x{len(g.layers)}  {g.attention}, {heads}, {dims}" + (f", {', '.join(extras)}" if extras else "")
     for phase, call in (("prefill", g.prefill), ("decode", g.decode)):
-        if call is not None:
+        if call is not None and calls:
             yield f"    {phase:<8}{_call(call)}"
 
 

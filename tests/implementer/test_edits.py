@@ -46,14 +46,40 @@ def test_insertions_keep_their_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_removal_keeps_comments_and_line_ends(tmp_path: Path, newline: str) -> None:
+def test_removal_takes_its_own_comment_and_keeps_line_ends(tmp_path: Path, newline: str) -> None:
     file = source(tmp_path, TEXT.replace("\n", newline).encode())
     edits = EditSet(file)
     node = func(file)
     remove_statements(edits, node, {node.body[0]}, "gone")
     insert_before(edits, node.body[2], "d = 3\n", "new")
-    want = "import os\n\n\ndef f(a):\n    # first\n    # second\n    c = b + 2  # tail\n    d = 3\n    return c\n"
+    want = "import os\n\n\ndef f(a):\n    # second\n    c = b + 2  # tail\n    d = 3\n    return c\n"
     assert edits.result() == want.replace("\n", newline).encode()
+
+
+GROUP = "import os\n\n\ndef f(a):\n    # both\n    b = a + 1\n    c = a + 2\n\n    # own\n    return a\n"
+
+
+@pytest.mark.parametrize(
+    ("gone", "want"),
+    [
+        ([0], "    # both\n    c = a + 2\n\n    # own\n    return a\n"),  # it may speak of what stays
+        ([0, 1], "    # own\n    return a\n"),
+        ([1], "    # both\n    b = a + 1\n\n    # own\n    return a\n"),
+    ],
+)
+def test_a_comment_above_a_group_stays_with_its_rest(tmp_path: Path, gone: list[int], want: str) -> None:
+    edits = EditSet(source(tmp_path, GROUP))
+    node = func(edits.file)
+    remove_statements(edits, node, {node.body[i] for i in gone}, "gone")
+    assert edits.result().decode() == "import os\n\n\ndef f(a):\n" + want
+
+
+def test_directives_are_no_comments_of_a_statement(tmp_path: Path) -> None:
+    text = GROUP.replace("# both", "# fmt: off")
+    edits = EditSet(source(tmp_path, text))
+    node = func(edits.file)
+    remove_statements(edits, node, set(node.body[:2]), "gone")
+    assert "# fmt: off" in edits.result().decode()
 
 
 def test_tabs_are_kept(tmp_path: Path) -> None:

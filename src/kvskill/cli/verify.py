@@ -60,7 +60,7 @@ def verify(model: Path | None, **given: Any) -> int:
     """Run a model's Legacy and Paged code with the same weights on a CPU, and compare them.
 
     MODEL is a model folder, or its name under models/ of the repository. Exit codes: 0 agree, 1 differ or a link
-    fails, 2 cannot run.
+    fails, 2 cannot run, 3 the manifest keeps Legacy.
     """
     from rich.console import Console
 

@@ -16,7 +16,9 @@ OUTLIERS = {"fp32": 0.0, "bf16": 0.1}
 
 @dataclass(frozen=True)
 class Comparison:
-    """One request against one oracle. `relative` is max |a - b| / max |reference logit| over the positions."""
+    """One request against one oracle. `relative` is max |a - b| / max |reference logit| over the positions;
+    `prefill` is that of the prompt's last position and before, `decode` of those after it (None where there is none).
+    """
 
     oracle: str
     request: int
@@ -29,6 +31,8 @@ class Comparison:
     missing: int = 0
     outliers: int = 0
     outliers_allowed: int = 0
+    prefill: float | None = None
+    decode: float | None = None
 
     @property
     def ok(self) -> bool:
@@ -66,7 +70,8 @@ def compare(
         ref, got = _rows(reference, request, name), _rows(tested, request, name)
         common = sorted(set(ref) & set(got))
         scale = max((float(np.abs(ref[p]).max()) for p in common), default=1.0) or 1.0
-        worst, nan, first, above = 0.0, 0, None, 0
+        nan, first, above = 0, None, 0
+        differences: dict[int, float] = {}
         for position in common:
             if np.isnan(got[position]).any():
                 nan += 1
@@ -76,7 +81,7 @@ def compare(
             if difference > tolerance:
                 above += 1
                 first = position if first is None else first
-            worst = max(worst, difference)
+            differences[position] = difference
         last = max(got, default=-1)
         missing = sum(1 for p in ref if p not in got and p <= last)
         out.append(
@@ -85,13 +90,15 @@ def compare(
                 request=request,
                 prompt=prompt,
                 positions=len(common),
-                relative=worst,
+                relative=max(differences.values(), default=0.0),
                 nan=nan,
                 tolerance=tolerance,
                 first_bad=first,
                 missing=missing,
                 outliers=above,
                 outliers_allowed=int(np.ceil(outliers * len(common))),
+                prefill=max((d for p, d in differences.items() if p < prompt), default=None),
+                decode=max((d for p, d in differences.items() if p >= prompt), default=None),
             )
         )
     return out

@@ -9,6 +9,7 @@ from kvskill.verifier.compare import OUTLIERS, compare, table_tolerance
 from kvskill.verifier.diagnose import child_finding, difference_findings, observation_findings, problem_findings
 from kvskill.verifier.discover import ModelUnderTest
 from kvskill.verifier.jobs import Outcome
+from kvskill.verifier.modelconfig import layer_count
 from kvskill.verifier.plan import Plan
 from kvskill.verifier.report import Check, VerifyReport
 from kvskill.verifier.workload import Workload
@@ -90,8 +91,7 @@ def _setup(plan: Plan, paged: Outcome) -> list[str]:
     versions = ", ".join(f"{k} {v}" for k, v in paged.result.get("versions", {}).items())
     backend = paged.result.get("backend", {})
     lines = [
-        f"config: {plan.base.source}; {plan.small.layers} layers"
-        + (f", window {plan.small.window}" if plan.small.window else ""),
+        f"config: {plan.base.source}; {_depth(plan)}" + (f", window {plan.small.window}" if plan.small.window else ""),
         f"prompts {','.join(map(str, work.prompts))} in {len(work.waves)} waves of at most {work.batch_size}, "
         f"{work.steps} decode steps, block size {work.block_size}, {plan.options.dtype}, tp {plan.options.tp}",
     ]
@@ -103,6 +103,12 @@ def _setup(plan: Plan, paged: Outcome) -> list[str]:
             f"{backend.get('profile')}; {versions}"
         )
     return lines
+
+
+def _depth(plan: Plan) -> str:
+    """How many layers run, of how many: the small model keeps each kind of layer, not each layer."""
+    kept, whole = plan.small.layers, layer_count(plan.base.values)
+    return f"{kept} layers" if whole in (None, kept) else f"{kept} of {whole} layers (every kind)"
 
 
 def _backend_notes(report: VerifyReport, paged: Outcome) -> None:
@@ -144,7 +150,8 @@ def _legacy_party(plan: Plan, legacy: Outcome | None) -> str:
     if legacy is None:
         return "not run: --against hf" if plan.options.against == "hf" else f"not run: {plan.legacy.reason}"
     if legacy.ok:
-        return f"{plan.legacy.reason}, one prompt at a time, {legacy.seconds:.1f} s"
+        one = ", a one-token prompt padded to two (compared from there)" if min(plan.work.prompts) < 2 else ""
+        return f"{plan.legacy.reason}, one prompt at a time{one}, {legacy.seconds:.1f} s"
     error = legacy.error or {}
     place = error.get("model") or error.get("target")
     where = f" at {place['file']}:{place['line']}" if place else ""

@@ -20,7 +20,7 @@ from kvskill.diagnostics import Diagnostic, InputError, Severity, Span
 from kvskill.source import read_source
 from kvskill.verifier.discover import ModelUnderTest
 
-__all__ = ["BaseConfig", "SmallConfig", "base_config", "shrink"]
+__all__ = ["BaseConfig", "SmallConfig", "base_config", "layer_count", "shrink"]
 
 VOCAB = 320
 WIDTH = 64
@@ -28,6 +28,7 @@ EXPERTS = 8
 WINDOW_KEPT = 256  # larger windows cost prompts that are too long; see `_shrink_window`
 WINDOW_SMALL = 40
 SHARED_NESTS = ("text_config", "llm_config", "language_config")
+DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 # A layer count at which the model changes: kept at one layer before the change.
 THRESHOLDS = ("first_k_dense_replace", "max_window_layers")
 # A period in layers: at least one full period stays.
@@ -196,8 +197,14 @@ def _short(value: Any) -> str:
     return text if len(text) < 40 else text[:37] + "..."
 
 
+def layer_count(values: dict[str, Any]) -> int | None:
+    """The number of layers that a config gives, nested or not."""
+    inner = next((values[k] for k in SHARED_NESTS if isinstance(values.get(k), dict)), values)
+    return next((int(inner[k]) for k in DEPTHS if isinstance(inner.get(k), int)), None)
+
+
 def _shrink_depth(c: dict[str, Any], model: ModelUnderTest) -> None:
-    total = int(c.get("num_hidden_layers", c.get("n_layer", c.get("num_layers", 2))))
+    total = layer_count(c) or 2
     lists = {k: v for k, v in c.items() if isinstance(v, list) and len(v) == total and total > 1}
     keep = 2
     rows = list(zip(*lists.values(), strict=True)) if lists else []

@@ -66,6 +66,19 @@ class VerifyReport:
         }
 
 
+def _phases(report: VerifyReport) -> list[str]:
+    """The worst figure of each phase, by oracle: what progress.md records."""
+    out = []
+    for oracle in dict.fromkeys(c.oracle for c in report.comparisons):
+        mine = [c for c in report.comparisons if c.oracle == oracle]
+        words = []
+        for phase in ("prefill", "decode"):
+            figures = [f for c in mine if (f := getattr(c, phase)) is not None]
+            words.append(f"{phase} {max(figures):.2e}" if figures else f"{phase} not compared")
+        out.append(f"worst against {oracle}: {', '.join(words)}")
+    return out
+
+
 def render(report: VerifyReport, console: Console) -> None:
     """Print the report."""
     console.print(f"verify {report.model}  (seed {report.seed}, {report.seconds:.1f} s)", highlight=False)
@@ -104,6 +117,8 @@ def render(report: VerifyReport, console: Console) -> None:
                 result,
             )
         console.print(table)
+        for line in _phases(report):
+            console.print(f"  {line}", highlight=False)
     for check in report.checks:
         mark = {True: "ok  ", False: "FAIL", None: "-   "}[check.ok]
         console.print(f"  {mark} {check.name}: {check.text}", highlight=False, markup=False)

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvskill.diagnostics import Diagnostic, InputError, Severity, Span
+from kvskill.diagnostics import Diagnostic, InputError, Refusal, Severity, Span
+from kvskill.manifest import MANIFEST_NAME
 from kvskill.verifier.before import find_legacy
 from kvskill.verifier.discover import find_model
 from kvskill.verifier.jobs import Child, Outcome, run_children
@@ -27,7 +28,7 @@ Runner = Callable[[list[Child], Limits], dict[str, Outcome]]
 
 
 def verify_model(options: VerifyOptions, runner: Runner = run_children) -> VerifyReport:
-    """Verify one model. Raises InputError when it cannot be run at all (KV430 to KV437).
+    """Verify one model. Raises InputError when it cannot be run at all (KV430 to KV437), Refusal for kept Legacy.
 
     `runner` runs the child jobs; tests that verify many variants of one model give one that shares work.
     """
@@ -35,6 +36,16 @@ def verify_model(options: VerifyOptions, runner: Runner = run_children) -> Verif
         return verify_standalone(options)
     start = time.monotonic()
     model = find_model(options.model, options.repo)
+    if model.manifest is not None and model.manifest.kv_mode.value == "legacy" and not model.has_cache_info:
+        raise Refusal(
+            Diagnostic(
+                "KV438",
+                Severity.BLOCKING,
+                "The manifest keeps the Legacy cache: there is no Paged code to compare.",
+                "Nothing is to be verified here; `kv_grounds` of the manifest says why.",
+                Span(f"{model.folder.relative_to(model.root).as_posix()}/{MANIFEST_NAME}"),
+            )
+        )
     if model.config_module is None or model.config_class is None:
         fact = "The model's configuration class was not found."
         raise InputError(
