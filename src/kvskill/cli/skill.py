@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -13,6 +15,7 @@ from kvskill.skillpack import clients as _clients
 from kvskill.skillpack import install as _install
 from kvskill.skillpack.pack import SKILL_NAME
 
+_Maker = Callable[[Path, _clients.Client, bool], _install.Plan]
 _NAMES = _clients.client_names()
 _client = click.option("--client", type=click.Choice(_NAMES), required=True, help="The agent client.")
 _scope = click.option(
@@ -61,36 +64,32 @@ def _report(plan: _install.Plan, verb: str, dry_run: bool, as_json: bool) -> Non
         click.echo(f"{verb} {plan.base / plan.skill}")
 
 
-@skill.command()
-@_client
-@_scope
-@_dir
-@_dry
-@_force
-@json_option
-def install(client: str, scope: _clients.Scope, project: Path, dry_run: bool, force: bool, as_json: bool) -> None:
+def _changing(command: Callable[..., None]) -> click.Command:
+    """A command with the options of those that write."""
+    for option in (json_option, _force, _dry, _dir, _scope, _client):
+        command = option(command)
+    return skill.command()(command)
+
+
+def _carry_out(make: _Maker, verb: str, **given: Any) -> None:
+    """Plan, write unless --dry-run, report."""
+    base = _clients.base_folder(given["scope"], given["project"])
+    plan = make(base, _clients.load_client(given["client"], given["scope"]), given["force"])
+    if not given["dry_run"]:
+        _install.apply_plan(plan)
+    _report(plan, verb, given["dry_run"], given["as_json"])
+
+
+@_changing
+def install(**given: Any) -> None:
     """Copy the skill, and its roles where the client knows them, into the client's folder."""
-    base = _clients.base_folder(scope, project)
-    plan = _install.plan_install(base, _clients.load_client(client, scope), force)
-    if not dry_run:
-        _install.apply_plan(plan)
-    _report(plan, "installed in", dry_run, as_json)
+    _carry_out(_install.plan_install, "installed in", **given)
 
 
-@skill.command()
-@_client
-@_scope
-@_dir
-@_dry
-@_force
-@json_option
-def uninstall(client: str, scope: _clients.Scope, project: Path, dry_run: bool, force: bool, as_json: bool) -> None:
+@_changing
+def uninstall(**given: Any) -> None:
     """Remove what `install` wrote; folders it made go too when they are empty."""
-    base = _clients.base_folder(scope, project)
-    plan = _install.plan_uninstall(base, _clients.load_client(client, scope), force)
-    if not dry_run:
-        _install.apply_plan(plan)
-    _report(plan, "removed from", dry_run, as_json)
+    _carry_out(_install.plan_uninstall, "removed from", **given)
 
 
 @skill.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 __all__ = ["Argument", "Schema", "parse_schema"]
@@ -56,20 +57,25 @@ class Schema:
         return next((a for a in self.arguments if a.name == name), None)
 
 
-def _split(text: str) -> list[str]:
-    """Split at the commas outside brackets and quotes."""
-    parts: list[str] = []
-    depth, quote, start = 0, "", 0
+def _outside_quotes(text: str) -> Iterator[tuple[int, str, int]]:
+    """(index, character, bracket depth after it) of what stands outside quotes."""
+    depth, quote = 0, ""
     for i, char in enumerate(text):
         if quote:
             quote = "" if char == quote else quote
-        elif char in "\"'":
+            continue
+        if char in "\"'":
             quote = char
-        elif char in _OPEN:
-            depth += 1
-        elif char in _CLOSE:
-            depth -= 1
-        elif char == "," and depth == 0:
+        depth += (char in _OPEN) - (char in _CLOSE)
+        yield i, char, depth
+
+
+def _split(text: str) -> list[str]:
+    """Split at the commas outside brackets and quotes."""
+    parts: list[str] = []
+    start = 0
+    for i, char, depth in _outside_quotes(text):
+        if char == "," and depth == 0:
             parts.append(text[start:i].strip())
             start = i + 1
     parts.append(text[start:].strip())
@@ -78,18 +84,9 @@ def _split(text: str) -> list[str]:
 
 def _argument_list(rest: str) -> tuple[str, str]:
     """Split what follows the first `(` into argument text and return text."""
-    depth, quote = 1, ""
-    for i, char in enumerate(rest):
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "\"'":
-            quote = char
-        elif char in _OPEN:
-            depth += 1
-        elif char in _CLOSE:
-            depth -= 1
-            if depth == 0:
-                return rest[:i], rest[i + 1 :].partition("->")[2].strip()
+    for i, char, depth in _outside_quotes(rest):
+        if char in _CLOSE and depth == -1:
+            return rest[:i], rest[i + 1 :].partition("->")[2].strip()
     raise ValueError("unbalanced brackets")
 
 
