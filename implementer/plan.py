@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvskill.analyzer.modeling.facts import AttentionFacts, ModelFacts
 from kvskill.diagnostics import Diagnostic, Severity
-from kvskill.implementer.edits import Edit, EditSet
+from kvskill.implementer.edits import EditSet
 from kvskill.implementer.framework.attention import convert_attention
 from kvskill.implementer.framework.blocks import convert_blocks, convert_phase_tests
 from kvskill.implementer.framework.calls import write_additions, write_cuts
@@ -37,10 +37,6 @@ class Plan:
     @property
     def blocking(self) -> tuple[Diagnostic, ...]:
         return tuple(f for f in self.findings if f.severity in (Severity.BLOCKING, Severity.ERROR))
-
-    @property
-    def all_edits(self) -> list[Edit]:
-        return [e for s in self.edits.values() for e in s.ordered()]
 
     def results(self) -> dict[str, bytes]:
         """New contents of the files that change."""

@@ -6,10 +6,10 @@ import ast
 from dataclasses import dataclass, field
 
 from kvskill.analyzer.modeling.facts import ModelFacts, Seam
-from kvskill.analyzer.modeling.values import ClassVal, External, Frame, Func
+from kvskill.analyzer.modeling.values import External, Frame, Func
 from kvskill.diagnostics import Diagnostic, Severity
 from kvskill.implementer.edits import EditSet
-from kvskill.implementer.textops import indent_unit, names_read, statements
+from kvskill.implementer.textops import indent_unit, names_read
 from kvskill.manifest import Manifest
 from kvskill.source import SourceFile
 
@@ -108,8 +108,3 @@ class Context:
                 out.extend(f for f in run.walk.frames if f.func is func)
         return out
 
-    def all_statements(self, func: ast.FunctionDef) -> list[ast.stmt]:
-        return list(statements(func.body))
-
-    def class_of(self, name: str) -> ClassVal | None:
-        return self.facts.program.find(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +94,7 @@ def verify(model: Path | None, **given: Any) -> int:
         limits=Limits(given["timeout"], given["memory_mb"]),
         keep=given["keep"],
     )
-    report = verify_model(replace(options))
+    report = verify_model(options)
     if given["as_json"]:
         click.echo(json.dumps(report.to_json(), indent=1))
     else:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from importlib.abc import Traversable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvskill.manifest import Group, Manifest
 from kvskill.opsinfo.facts import reference_data
+
+if TYPE_CHECKING:
+    import jinja2
 
 __all__ = ["TemplateInfo", "default_context", "has_context", "list_templates", "model_contexts", "render_template"]
 
@@ -70,6 +74,7 @@ def parse_header(text: str) -> tuple[dict[str, str], str]:
     return fields, text[match.end() :]
 
 
+@cache
 def list_templates() -> dict[str, TemplateInfo]:
     """Every packaged template by name."""
     out = {}
@@ -82,25 +87,25 @@ def list_templates() -> dict[str, TemplateInfo]:
 
 def render_template(name: str, context: dict[str, Any]) -> str:
     """The code of a template. Raises KeyError for an unknown one, jinja2.UndefinedError for a missing value."""
+    text: str = _environment().get_template(list_templates()[name].file).render(context)
+    return text
+
+
+@cache
+def _environment() -> jinja2.Environment:
     import jinja2
 
-    info = list_templates()[name]
-    env = jinja2.Environment(
+    return jinja2.Environment(
         loader=jinja2.FunctionLoader(_load),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    text: str = env.get_template(info.file).render(context)
-    return text
 
 
 def _load(file: str) -> str | None:
-    for name, entry in _walk(_root()):
-        if name == file:
-            return entry.read_text(encoding="utf-8")
-    return None
+    return next((entry.read_text(encoding="utf-8") for name, entry in _walk(_root()) if name == file), None)
 
 
 def has_context(name: str) -> bool:

@@ -58,7 +58,6 @@ class SmallConfig:
     values: dict[str, Any]
     window: int | None
     layers: int
-    changes: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
 
@@ -166,7 +165,6 @@ def shrink(base: BaseConfig, model: ModelUnderTest, tp: int = 1, mtp: bool = Fal
     for key in DROPPED:
         values.pop(key, None)
     inner = next((values[k] for k in SHARED_NESTS if isinstance(values.get(k), dict)), values)
-    before = dict(inner)
     notes: list[str] = []
     if base.values.get("quantization_config"):
         notes.append("quantization_config dropped: the run is unquantised")
@@ -182,19 +180,7 @@ def shrink(base: BaseConfig, model: ModelUnderTest, tp: int = 1, mtp: bool = Fal
     inner["use_cache"] = True
     if values.get("torch_dtype") is None and values.get("dtype") is None:
         values["torch_dtype"] = "bfloat16"  # what the framework runs; caches take their dtype from it
-    changes = tuple(
-        f"{k} {_short(before[k])} -> {_short(inner[k])}"
-        for k in before
-        if k in inner and inner[k] != before[k] and not isinstance(inner[k], list)
-    )
-    return SmallConfig(
-        values, window, int(inner.get("num_hidden_layers", inner.get("num_layers", 0))), changes, tuple(notes)
-    )
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) < 40 else text[:37] + "..."
+    return SmallConfig(values, window, int(inner.get("num_hidden_layers", inner.get("num_layers", 0))), tuple(notes))
 
 
 def layer_count(values: dict[str, Any]) -> int | None:

@@ -36,7 +36,6 @@ class Caches:
         self.managers: dict[str, Any] = {}
         self.initial_free: dict[str, int] = {}
         self.permuted = False
-        self.touched_free: list[str] = []
 
     def watch(self, cache_info: Any) -> None:
         """Wrap every entry's setter so that injected tensors are seen."""

@@ -16,7 +16,6 @@ from kvskill.verifier.child.standins import block
 
 __all__ = ["run_hf"]
 
-UNKNOWN_ARCHITECTURE = "unknown-architecture"
 
 
 def run_hf(job: dict[str, Any], result: dict[str, Any]) -> None:

@@ -30,7 +30,6 @@ class Observer:
         self.caches, self.layer_groups, self.windows = caches, layer_groups, windows
         self.findings: dict[tuple[str, int], dict[str, Any]] = {}
         self.forms: dict[str, dict[str, Any]] = {}
-        self.first_decode: dict[int, dict[str, Any]] = {}
 
     def see(self, calls: list[tuple[int | None, Any]], metadata: Any, requests: list[tuple[int, int, int]]) -> None:
         """Judge one forward pass.
@@ -86,7 +85,7 @@ class Observer:
             if row >= len(lengths) or row >= len(expected):
                 break
             length = int(lengths[row])
-            if length != int(expected[row]) and layer not in self.first_decode:
+            if length != int(expected[row]):
                 self._note("kv-length", layer, {"request": request, "passed": length, "expected": int(expected[row])})
             if not banded:
                 visible = length

@@ -6,7 +6,6 @@ next token of the workload instead, so every party decodes the same tokens in ev
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,10 +32,8 @@ class Recorder:
         self.first_draft: dict[int, dict[int, Any]] = {}
         self.hidden: dict[int, dict[str, dict[int, Any]]] = {}
         self.problems: list[dict[str, Any]] = []
-        self.forwards = 0
         self.first_decode: dict[int, int] = {}
         self.draft_step = 0
-        self.on_forward: Callable[[], None] | None = None
         engine = target.engine
         forward = engine.forward_batch
 
@@ -62,15 +59,12 @@ class Recorder:
             if not self.recording:
                 return inference(model_inputs, is_prefill, *args, **kwargs)
             self.caches.before_forward()
-            if self.on_forward is not None:
-                self.on_forward()
             self.tap.clear()
             with self.tap.calls(self.keep_hidden and not draft) as calls:
                 output, seconds = inference(model_inputs, is_prefill, *args, **kwargs)
             metadata = model_inputs["forward_metadata"]
             self.draft_step = self.draft_step + 1 if draft else 0
             if not draft:
-                self.forwards += 1
                 self._observe(metadata, calls)
             logits = output[0] if isinstance(output, tuple) else output
             forced = self._take(logits, model_inputs, is_prefill, draft)
