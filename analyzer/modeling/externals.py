@@ -273,6 +273,9 @@ def _cat(walk: Walk, base: str, args: list[Value], kwargs: dict[str, Value], nod
     first = items[0].shape
     assert first is not None
     rank = len(first) + (1 if base == "stack" else 0)
+    if not -rank <= axis < rank:
+        walk.problem(node, "rank", f"{base} along axis {axis} of {rank}")
+        return walk.tensor(base, list(items), None, node)
     axis %= rank
     if base == "stack":
         return walk.tensor(base, list(items), (*first[:axis], const(len(items)), *first[axis:]), node, axis=axis)
