@@ -47,18 +47,27 @@ Definition = ast.FunctionDef | ast.ClassDef
 
 
 def unused_since(old: Iterable[ast.Module], new: Iterable[ast.Module]) -> list[Definition]:
-    """Definitions of `new` that something in `old` names and nothing in `new` does, in source order.
+    """Definitions of `new` that something in `old` names and nothing in `new` does but other such definitions, in
+    source order.
 
     By name only: a method counts as used while any attribute of its name is read.
     """
-    before, after = _names_used(old), _names_used(new := list(new))
-    found = [n for tree in new for n in ast.walk(tree) if isinstance(n, Definition)]
-    return [n for n in found if n.name in before and n.name not in after]
+    before, new = _names_used(old), list(new)
+    found = [n for tree in new for n in ast.walk(tree) if isinstance(n, Definition) and n.name in before]
+    unused: list[Definition] = []
+    while True:
+        after = _names_used(new, unused)
+        more = [n for n in found if n.name not in after and n not in unused]
+        if not more:
+            return [n for n in found if n in unused]
+        unused += more
 
 
-def _names_used(trees: Iterable[ast.Module]) -> set[str]:
+def _names_used(trees: Iterable[ast.Module], without: Iterable[Definition] = ()) -> set[str]:
+    """Names that the trees read, `without` the bodies of some definitions."""
+    left = {id(n) for d in without for n in ast.walk(d)}
     out: set[str] = set()
-    for node in (n for tree in trees for n in ast.walk(tree)):
+    for node in (n for tree in trees for n in ast.walk(tree) if id(n) not in left):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             out.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):

@@ -11,7 +11,7 @@ from kvskill.manifest import Evidence, FaCall
 __all__ = ["fa_calls"]
 
 Version = Literal[1, 2]
-_Q = "actual_seq_lengths_cu_q"
+_Q, _CU_KV = "actual_seq_lengths_cu_q", "actual_seq_lengths_cu_kv"
 _KV = "actual_seq_lengths_kv"
 
 
@@ -57,7 +57,7 @@ def _tnd(
     rules = [because("S27-layout-tnd"), because("S27-sparse-full" if window is None else "S27-sparse-window")]
     if window is not None:
         rules.append(because("S27-window", f"window {window}, rule {rule}: pre_tokens {pre}"))
-    return call("fresh", _Q), call("cache", _KV), (*rules, *_common())
+    return call("fresh", _CU_KV), call("cache", _KV), (*rules, *_common())
 
 
 def _bnsd_bsh(

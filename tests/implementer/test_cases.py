@@ -80,3 +80,20 @@ def test_attention_to_later_tokens_is_refused(case_bench: Callable[..., Any], ki
         b.apply()
     assert "KV299" in str(caught.value.findings)
     assert b.modeling.read_bytes() == before
+
+
+# a mask that the layers carry in **kwargs: with its reader gone it is built and passed for nothing
+STARS = "hidden_states = residual + self.self_attn(hidden_states=hidden_states, **kwargs)"
+
+
+def test_arguments_that_end_unread_in_star_kwargs_go(case_bench: Callable[..., Any]) -> None:
+    text = case_bench("gptoss").convert()
+    assert "attention_mask=causal" not in text and "write_index" not in text
+    assert "= self._build_masks(" not in text, "[T, T] masks of a packed prefill would still be built"
+
+
+def test_arguments_that_somebody_reads_from_star_kwargs_stay(case_bench: Callable[..., Any]) -> None:
+    b = case_bench("gptoss")
+    b.edit(STARS, f'{STARS}\n        self.seen = kwargs.get("attention_mask") is not None')
+    text = b.convert()
+    assert "attention_mask=causal_mask_mapping" in text and "= self._build_masks(" in text

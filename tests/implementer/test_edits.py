@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvskill.implementer.edits import EditConflict, EditSet
-from kvskill.implementer.names import unbound_names
+from kvskill.implementer.names import unbound_names, unused_since
 from kvskill.implementer.textops import insert_after, insert_before, remove_statements, statements
 from kvskill.source import SourceFile, read_source
 
@@ -142,3 +142,21 @@ def test_bytes_outside_edits_stay(tmp_path_factory: pytest.TempPathFactory, span
 )
 def test_unbound_names(text: str, unbound: set[str]) -> None:
     assert unbound_names(text, "x.py") == unbound
+
+
+BEFORE = """
+def repeat(x): return x
+def eager(x): return repeat(x)
+def mask(): ...
+def never(): ...
+def named(): ...
+class A:
+    def f(self): return eager(mask()), getattr(self, "named"), self.g()
+    def g(self): ...
+"""
+
+
+def test_helpers_that_only_unused_helpers_call_are_unused() -> None:
+    after = BEFORE.replace("eager(mask())", "mask()").replace(", self.g()", "")
+    found = unused_since([ast.parse(BEFORE)], [ast.parse(after)])
+    assert [n.name for n in found] == ["repeat", "eager", "g"]

@@ -10,6 +10,7 @@ from kvskill.verifier.diagnose import child_finding, difference_findings, observ
 from kvskill.verifier.discover import ModelUnderTest
 from kvskill.verifier.jobs import Outcome
 from kvskill.verifier.modelconfig import layer_count
+from kvskill.verifier.options import VerifyOptions
 from kvskill.verifier.plan import Plan
 from kvskill.verifier.report import Check, VerifyReport
 from kvskill.verifier.workload import Workload
@@ -25,7 +26,7 @@ def judge(plan: Plan, outcomes: dict[str, Outcome]) -> VerifyReport:
     report.setup = _setup(plan, paged)
     report.notes = [*plan.small.notes, *work.notes]
     report.backend = paged.result.get("backend", {})
-    _backend_notes(report, paged)
+    _backend_notes(report, paged, options)
     references: dict[str, dict[str, Any]] = {}
     report.parties["Paged"] = _party(paged)
     report.parties["HF"] = _hf_party(plan, hf)
@@ -111,7 +112,7 @@ def _depth(plan: Plan) -> str:
     return f"{kept} layers" if whole in (None, kept) else f"{kept} of {whole} layers (every kind)"
 
 
-def _backend_notes(report: VerifyReport, paged: Outcome) -> None:
+def _backend_notes(report: VerifyReport, paged: Outcome, options: VerifyOptions) -> None:
     report.notes += [str(n) for n in paged.result.get("backend", {}).get("notes", ())]
     report.notes += paged.result.get("notes", [])
     if paged.result.get("idle_draft_rules"):
@@ -119,6 +120,8 @@ def _backend_notes(report: VerifyReport, paged: Outcome) -> None:
         report.notes.append(f"not checked, as idle rows with drafts break it by design: {names}")
     if paged.result.get("named_weights"):
         report.notes.append("no HF checkpoint: weights were set by parameter name, load_weights was not exercised")
+    if options.tp > 1 and options.checks:
+        report.notes.append("repeated, staggered and split runs are made at tp 1 only")
     served = paged.result.get("groups_served")
     if served:
         report.notes.append(f"one-process group served at world size 1: {', '.join(served)}")

@@ -189,7 +189,7 @@ def test_standard_row() -> None:
     assert (g.prefill.layout, g.prefill.sparse_mode, g.prefill.mask, g.prefill.reads) == ("TND", 3, True, "fresh")
     assert (g.decode.layout, g.decode.sparse_mode, g.decode.reads) == ("TND", 3, "cache")
     assert (g.decode.q_lengths, g.decode.kv_lengths) == ("actual_seq_lengths_cu_q", "actual_seq_lengths_kv")
-    assert g.prefill.kv_lengths == "actual_seq_lengths_cu_q"  # unpaged TND: both cumulative
+    assert g.prefill.kv_lengths == "actual_seq_lengths_cu_kv"  # unpaged TND: both cumulative
     assert {e.ref for e in g.reasons} >= {
         "S11-standard",
         "S27-layout-tnd",
