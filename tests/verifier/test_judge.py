@@ -17,7 +17,7 @@ LOGITS = {"positions/0": np.array([4]), "logits/0": np.array([[1.0, 2.0]], dtype
 
 def plan(tp: int = 2) -> Any:
     work = SimpleNamespace(prompts=(5,), steps=1, seed=1, notes=[], block_size=16)
-    return SimpleNamespace(options=SimpleNamespace(tp=tp, mtp=0, dtype="fp32", tolerance=None), work=work)
+    return SimpleNamespace(options=SimpleNamespace(tp=tp, mtp=0, checks=True, dtype="fp32", tolerance=None), work=work)
 
 
 @pytest.mark.parametrize(
