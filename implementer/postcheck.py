@@ -44,7 +44,7 @@ def postcheck(plan: Plan, facts: ModelFacts, config: Mapping[str, Any]) -> list[
         files[shown] = SourceFile(old.path, shown, new, old.encoding, ast.parse(new, filename=shown))
         out.extend(_comments(old, files[shown], plan))
         out.extend(_names(old, files[shown]))
-    program = bind_files(files)
+    program = bind_files(files, facts.program.root)
     assert facts.entry is not None
     entry = program.find(facts.entry.name)
     assert entry is not None

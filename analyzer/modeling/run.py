@@ -48,10 +48,12 @@ _INFER_DEFAULTS: dict[str, Any] = {
     "model_config.enable_cache_compile": False,
     "model_config.enable_static_kernel": False,
     "model_config.enable_profiler": False,
+    "model_config.custom_params": {},
     "parallel_config.global_rank": 0,
     "parallel_config.local_rank": 0,
     "parallel_config.world_size": 1,
 }
+LOADED = "process_weights_after_loading"
 # keys that PretrainedConfig or a class's own defaults give
 HF_DEFAULTS: dict[str, Any] = {
     "output_attentions": False,
@@ -129,6 +131,10 @@ def construct_model(
     What `walk` logged meanwhile is forgotten: what it logs from here on is the forward's.
     """
     root = walk.construct(entry, args, {}, "", None)
+    walk.naming = False
+    found = entry.method(LOADED)
+    if found is not None:  # the engine calls it between loading and the first forward
+        walk.call_func(Func(found[0], found[1].file, found[1]), [root], {}, None)
     init_env = {
         id(f.self_): f.env
         for f in walk.frames
@@ -137,7 +143,6 @@ def construct_model(
     problems = list(walk.problems)
     for log in (walk.frames, walk.calls, walk.tests, walk.tensors, walk.problems, walk.attr_writes):
         log.clear()
-    walk.naming = False
     return root, init_env, problems
 
 
