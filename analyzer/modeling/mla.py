@@ -144,8 +144,9 @@ def _decode_seam(mine: list[Instance], found: list[_Found], mark: Fingerprint) -
         try:
             seam, facts = _seam(mine, outer, mark)
             return seam, replace(facts, absorbed=True)
-        except SeamError:
-            pass
+        except SeamError as exc:
+            if exc.finding.code != "KV274":
+                raise
     return _seam(mine, found, mark)
 
 
@@ -324,7 +325,7 @@ def _seam(mine: list[Instance], found: list[_Found], mark: Fingerprint) -> tuple
         caches=tuple(n for n, v in inst.attrs.items() if isinstance(v, Tensor) and v.op == "cache"),
         tables=_own_tables(reps),
         only_fused=mark.call is not None,
-        init_cache=_own_init_cache(prefill, mine),
+        init_cache=_own_init_cache(prefill, mine) if prefill.run.phase == "prefill" else None,
         halves=halves,
     )
     return seam, facts
@@ -399,7 +400,7 @@ def _name(found: list[_Found], frames: dict[int, Frame], anchor: ast.stmt, label
         ids = {id(t): i for i, t in enumerate(chain(getattr(parts, label)))}
         mine = sorted((ids[id(v)], n) for n, v in env.items() if id(v) in ids)
         common = {n for _, n in mine} if common is None else common & {n for _, n in mine}
-        if rep.run.phase == "prefill" and not order:
+        if rep.run.phase == found[0][0].run.phase and not order:
             order = [n for _, n in mine]
     return next((n for n in order if n in (common or ())), None)
 

@@ -8,7 +8,7 @@ from kvskill.analyzer.modeling.run import submodules
 from kvskill.analyzer.modeling.values import Instance, Ref, Tensor
 from kvskill.implementer.framework.attention import init_expr
 from kvskill.implementer.framework.context import Context
-from kvskill.implementer.framework.mla import METHOD
+from kvskill.implementer.framework.mla import METHOD, splits
 from kvskill.implementer.render import render
 from kvskill.implementer.textops import body_start, insert_after, insert_before
 
@@ -75,7 +75,9 @@ def add_mla_interface(ctx: Context) -> None:
         loop += f"    layer{attention}.{METHOD}()\n"
     unit = ctx.unit(func, owner.file)
     hook = entry.method(_HOOK)
-    if hook is None:
+    if not any(splits(a.mla) for a in facts.attentions if a.mla is not None):
+        pass  # the class's own halves are filled by its own code
+    elif hook is None:
         body = "".join(f"    {line}\n" for line in loop.splitlines())
         doc = '    """Called once the weights are loaded: latent attention splits its up projections."""\n'
         text += f"\ndef {_HOOK}(self):\n{doc}{body}"
