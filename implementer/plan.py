@@ -23,6 +23,7 @@ from kvskill.implementer.framework.parallel import guard_parallel_branches
 from kvskill.implementer.framework.rotary import convert_rotary
 from kvskill.implementer.framework.rows import convert_row_counts
 from kvskill.implementer.framework.threading import thread_metadata
+from kvskill.implementer.framework.unrun import drop_uncalled, guard_unrun
 from kvskill.manifest import Manifest
 
 __all__ = ["Plan", "build_plan"]
@@ -71,11 +72,13 @@ def build_plan(facts: ModelFacts, manifest: Manifest) -> Plan:
     sweep_again(ctx)
     convert_blocks(ctx, containers, set())
     convert_row_counts(ctx, containers)
-    convert_phase_tests(ctx)
+    convert_phase_tests(ctx, containers)
     touched = set(containers.functions) | {id(a.seam.func) for a in facts.attentions}
     touched |= {id(a.entry) for a in facts.attentions}
     touched |= {id(a.mla.twin[0].func) for a in facts.attentions if a.mla is not None and a.mla.twin is not None}
     guard_parallel_branches(ctx, touched)
+    guard_unrun(ctx, containers)
+    drop_uncalled(ctx)
     if any(a.mla is not None for a in facts.attentions):
         add_mla_interface(ctx)
         leftover_caches(ctx)

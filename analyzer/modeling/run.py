@@ -80,6 +80,12 @@ class Run:
     meta: Dict_
     result: Value
     init_env: dict[int, dict[str, Value]]  # id(object) -> names of its __init__ at the end
+    draft: Instance | None = None  # the model that drafts tokens, where there is one
+
+    @property
+    def roots(self) -> list[Instance]:
+        """The model, and the one that drafts for it."""
+        return [self.root, *([self.draft] if self.draft is not None else [])]
 
 
 def run_model(

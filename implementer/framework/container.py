@@ -14,11 +14,14 @@ from kvskill.analyzer.modeling.facts import ModelFacts
 from kvskill.analyzer.modeling.shapes import LAYOUT
 from kvskill.analyzer.modeling.trace import chain
 from kvskill.analyzer.modeling.values import Frame, Func, Instance, Tensor, Tup, Value
+from kvskill.analyzer.modeling.walk import Walk
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.textops import body_start, insert_before, names_read, replace_expr, whole_removal, wrap_expr
 from kvskill.source import SourceFile
 
-__all__ = ["Containers", "convert_containers", "find_containers"]
+__all__ = ["Containers", "convert_containers", "find_containers", "picks_tokens"]
+
+_PICKS = frozenset({"index_select", "gather", "getitem", "select", "narrow", "take_along_dim"})
 
 
 class Containers:
@@ -33,7 +36,8 @@ class Containers:
 
 
 def find_containers(facts: ModelFacts) -> Containers:
-    """Frames above the attention objects, in both runs."""
+    """Frames above the attention objects, in both runs, and the helpers of the same objects that they call with ids
+    or positions, or that pick tokens."""
     entries = {id(a.entry) for a in facts.attentions}
     frames: list[Frame] = []
     for run in (facts.prefill, facts.decode):
@@ -44,7 +48,35 @@ def find_containers(facts: ModelFacts) -> Containers:
                 for above in frame.chain()[1:]:
                     if above not in frames and id(above.func) not in entries:
                         frames.append(above)
+    owners = {id(f.self_) for f in frames}
+    helpers = {
+        id(f.func)
+        for run in (facts.prefill, facts.decode)
+        if run is not None
+        for f in run.walk.frames  # callers come before callees
+        if f not in frames and f.parent is not None and id(f.self_) in owners and _helps(run.walk, f)
+    }
+    for run in (facts.prefill, facts.decode):
+        for frame in run.walk.frames if run is not None else ():
+            if id(frame.func) in helpers and frame.parent in frames and frame not in frames:
+                frames.append(frame)
     return Containers(frames)
+
+
+def _helps(walk: Walk, frame: Frame) -> bool:
+    """Does the function take ids or positions as [B, S], or pick tokens of the hidden states?"""
+    if not isinstance(frame.func, ast.FunctionDef) or not frame.func.body:
+        return False
+    given = frame.env_before.get(id(frame.func.body[0]), {}).values()
+    if any(isinstance(v, Tensor) and _kind(v) in ("ids", "positions") and v.rank == 2 for v in given):
+        return True
+    return any(t.frame is frame and picks_tokens(t) for t in walk.tensors)
+
+
+def picks_tokens(t: Tensor) -> bool:
+    """Is it rows of the hidden states picked along the axes of requests and tokens?"""
+    mixed = t.attrs.get("mixed") or ()
+    return t.stream and t.op in _PICKS and any(a in ("B", "S") for dim in mixed for a in dim.atoms)
 
 
 def convert_containers(ctx: Context, containers: Containers, after: dict[int, int]) -> None:

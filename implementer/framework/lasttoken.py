@@ -6,16 +6,13 @@ import ast
 
 from kvskill.analyzer.modeling.trace import ancestors, chain, stmt_in
 from kvskill.analyzer.modeling.values import Frame, Func, Tensor
-from kvskill.implementer.framework.container import Containers
+from kvskill.implementer.framework.container import Containers, picks_tokens
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.framework.threading import thread_metadata
 from kvskill.implementer.render import render
 from kvskill.implementer.textops import insert_after, insert_before, names_read, replace_expr, statements
 
 __all__ = ["convert_last_token"]
-
-_PICKS = frozenset({"index_select", "gather", "getitem", "select", "narrow", "take_along_dim"})
-
 
 def convert_last_token(ctx: Context, containers: Containers) -> dict[int, int]:
     """Replace the selection; returns {function: line from which hidden states have three axes again}."""
@@ -25,7 +22,7 @@ def convert_last_token(ctx: Context, containers: Containers) -> dict[int, int]:
     picks = [
         t
         for t in run.walk.tensors
-        if t.stream and t.op in _PICKS and t.frame in frames and _over_tokens(t) and not _inside_attention(ctx, t)
+        if picks_tokens(t) and t.frame in frames and not _inside_attention(ctx, t)
     ]
     if picks and all(_already_packed(t) for t in picks):
         return {}
@@ -42,11 +39,6 @@ def _already_packed(t: Tensor) -> bool:
     if not isinstance(source, Tensor) or source.rank != 2 or t.rank != 2 or chain(source)[-1].rank != 2:
         return False
     return any(a.op == "input:actual_seq_lengths_cu_q" for a in ancestors(t.parents[1:]))
-
-
-def _over_tokens(t: Tensor) -> bool:
-    mixed = t.attrs.get("mixed") or ()
-    return any(a in ("B", "S") for dim in mixed for a in dim.atoms)
 
 
 def _inside_attention(ctx: Context, t: Tensor) -> bool:

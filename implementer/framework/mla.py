@@ -358,6 +358,8 @@ def leftover_caches(ctx: Context) -> None:
             gone.update(id(n) for n in ast.walk(stmt))
     for stmts in ctx.rewritten.values():
         gone.update(id(n) for stmt in stmts for n in ast.walk(stmt))
+    for cls in ctx.facts.program.classes():
+        gone.update(id(n) for item in cls.node.body if id(item) in ctx.unrun for n in ast.walk(item))
     for facts in names.values():
         if facts.mla is not None and facts.mla.init_cache is not None:
             gone.update(id(n) for n in ast.walk(facts.mla.init_cache[0]))
