@@ -7,8 +7,9 @@ import re
 from typing import Any
 
 from kvskill.analyzer.data import load_yaml
+from kvskill.analyzer.modeling.dims import Dim
 from kvskill.analyzer.modeling.facts import AttentionFacts, Binding
-from kvskill.analyzer.modeling.values import Const, Frame, Func, Instance, Ref, Tensor, Tup, Value
+from kvskill.analyzer.modeling.values import Const, Frame, Func, Instance, Ref, Tensor, Tup, Unknown, Value
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.render import render
 from kvskill.implementer.textops import (
@@ -341,12 +342,44 @@ def adapt_block(ctx: Context, func: Func, params: tuple[str, ...], objects: tupl
         return
     lines[0] += "  # packed [T, H] as one row [1, T, H]"
     insert_before(edits, body_start(node), "\n".join(lines) + "\n", "packed tokens as one row", unit)
-    for frame in ctx.frames_of(node):
-        if frame.self_ is not None and objects and frame.self_ not in objects and not _same_class(frame, objects):
-            continue
-        for stmt, value in frame.returns:
-            if stmt is not None and stmt.value is not None:
-                _squeeze(ctx, file, stmt.value, value, frame)
+    frames = [
+        f
+        for f in ctx.frames_of(node)
+        if f.self_ is None or not objects or f.self_ in objects or _same_class(f, objects)
+    ]
+    returns = [(stmt, value, f) for f in frames for stmt, value in f.returns if stmt is not None and stmt.value]
+    known: set[int] = set()
+    like = next((v for _, v, _ in returns if isinstance(v, Tensor) and v.stream and v.rank == 3), None)
+    for stmt, value, frame in returns:
+        if not _vague(value, like):
+            known.add(id(stmt))
+            assert stmt is not None and stmt.value is not None
+            _squeeze(ctx, file, stmt.value, value, frame)
+    # what the walk lost sight of has the axes that the other returns of the function have
+    vague = {id(stmt): stmt for stmt, _, _ in returns if id(stmt) not in known}
+    for stmt in vague.values():
+        assert stmt is not None and stmt.value is not None
+        if like is None or isinstance(stmt.value, ast.Tuple):
+            ctx.refuse(
+                file,
+                stmt,
+                "KV204",
+                "Whether this returns hidden states as [B, S, H] is not known.",
+                "Keep the token axis visible: reshape to named sizes before the return.",
+            )
+        else:
+            wrap_expr(edits, stmt.value, "", ".squeeze(0)", "rows dropped again")
+
+
+def _vague(value: Value, like: Tensor | None) -> bool:
+    """Nothing is known of its axes, or the walk lost sight that it is hidden states like those of other returns."""
+    if not isinstance(value, Tensor):
+        return isinstance(value, Unknown)
+    if value.shape is None:
+        return True
+    if value.stream or like is None or like.shape is None or len(value.shape) != 3:
+        return False
+    return (value.shape[0], value.shape[2]) == (Dim.atom("B"), like.shape[2])
 
 
 def _same_class(frame: Frame, objects: tuple[Instance, ...]) -> bool:

@@ -184,6 +184,13 @@ def _shim(
     frame: Frame,
 ) -> bool:
     """`input_ids.view(bs, -1)` and the like: ids stay packed, positions become one row."""
+    if _one_row(part, value):
+        base = _base(part, frame)
+        if base is None:
+            return False
+        _free_sizes(ctx, Func(func, file, frame.owner), part, base)
+        replace_expr(ctx.edit_set(file), part, file.segment(base), "tokens are packed already")
+        return True
     if ctx.facts.form != "packed-1d" or value.op not in LAYOUT | {"getitem"} or value.node is not part:
         return False
     kind = _kind(value)
@@ -220,6 +227,17 @@ def _shim(
     else:
         replace_expr(edits, part, text, "ids stay packed")
     return True
+
+
+def _one_row(part: ast.expr, value: Tensor) -> bool:
+    """Hidden states [B, S, H] seen as [1, B * S, H]: what packed tokens are without it."""
+    source = value.parents[0] if value.parents else None
+    if not isinstance(source, Tensor) or value.node is not part or value.op not in ("view", "reshape"):
+        return False
+    if not (value.stream and source.shape and value.shape and len(source.shape) == len(value.shape) == 3):
+        return False
+    rows = source.shape[0] * source.shape[1]
+    return source.shape[0] == Dim.atom("B") and value.shape == (const(1), rows, source.shape[2])
 
 
 def _free_sizes(ctx: Context, func: Func, part: ast.expr, base: ast.expr) -> None:

@@ -96,12 +96,16 @@ def _replace(ctx: Context, frame: Frame, picks: list[Tensor]) -> dict[int, int]:
     unit = ctx.unit(func, frame.file)
     edits = ctx.edit_set(frame.file)
     removed = {top}
+    asked = _asks_shape(frame, func, source, binder, top) if source == target else None
     for stmt in func.body[index + 1 :]:  # rearrangements of the picked token that follow
         value = stmt.value if isinstance(stmt, ast.Assign) else None
         if value is None or names_read([value]) & {target} == set() or not _reshapes(frame, stmt, target):
             break
         removed.add(stmt)
-    if binder is not None and source == target:
+    if asked is not None:  # the sizes that follow are those of the picked tokens
+        insert_before(edits, asked, text, "one row per request for the head", unit)
+        line = asked.lineno - 1
+    elif binder is not None and source == target:
         insert_after(edits, binder, text, "one row per request for the head", unit)
         line = binder.end_lineno or binder.lineno
     else:
@@ -111,6 +115,26 @@ def _replace(ctx: Context, frame: Frame, picks: list[Tensor]) -> dict[int, int]:
     ctx.bound_at.setdefault(id(func), []).append((line, {target}))
     ctx.mark_removed(Func(func, frame.file, frame.owner), removed)
     return {id(func): line}
+
+
+def _asks_shape(
+    frame: Frame, func: ast.FunctionDef, source: str, binder: ast.stmt | None, top: ast.stmt
+) -> ast.stmt | None:
+    """The first statement that asks the sizes of `source` between its binding and the selection; None when there is
+    none, or when something there reads the hidden states themselves."""
+    first = None
+    for stmt in func.body[func.body.index(binder) + 1 if binder is not None else 0 : func.body.index(top)]:
+        uses = [n for n in ast.walk(stmt) if isinstance(n, ast.Name) and n.id == source]
+        sizes = [
+            n.value
+            for n in ast.walk(stmt)
+            if isinstance(n, ast.Attribute) and n.attr in ("shape", "size") and isinstance(n.value, ast.Name)
+        ]
+        if any(u not in sizes for u in uses):
+            return None
+        if uses and first is None:
+            first = stmt
+    return first
 
 
 def _more_than_a_pick(frame: Frame, top: ast.stmt, picks: list[Tensor]) -> bool:

@@ -202,7 +202,7 @@ def _replace(
         host_lists="actual_seq_lengths_list_kv" in ctx.manifest.target.forward_metadata_fields,
         graph_test=_graph_test(ctx, facts),
         extra=seam.extra,
-        out={"name": seam.out.name, "text": from_tnd(seam.out)},
+        out={"name": seam.out.name, "text": _outcome(seam.out, mla.absorbed)},
     )
     insert_before(edits, seam.anchor, text, "paged latent attention", unit)
     line = seam.anchor.lineno
@@ -215,6 +215,13 @@ def _replace(
     ctx.use_at(func, line, read)
     ctx.use(func, {meta.split("[")[0].split(".")[0], me})
     ctx.remove_seam(seam)
+
+
+def _outcome(out: Binding, absorbed: bool) -> str:
+    """What the code that follows reads: the template gives [T, N, v], or [N, T, rank] where absorbed."""
+    if not absorbed:
+        return from_tnd(out)
+    return out.name if out.layout == "NTD" else from_tnd(Binding(f"{out.name}.transpose(0, 1)", out.layout))
 
 
 def names_in(expr: str) -> set[str]:
