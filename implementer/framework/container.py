@@ -101,14 +101,12 @@ def _gone(ctx: Context, func: ast.FunctionDef) -> set[int]:
 def _positions_at_entry(ctx: Context) -> None:
     """Padded models get their positions as [B, S]: one row of T tokens stands for it."""
     facts = ctx.facts
-    if facts.form != "padded-2d" or facts.entry is None:
+    if facts.form != "padded-2d" or facts.prefill is None:
         return
-    found = facts.entry.method("forward")
-    if found is None:
-        return
-    func, owner = found
-    names = [a.arg for a in func.args.args]
-    if "position_ids" in names:
+    for found in {id(f[0]): f for r in facts.prefill.roots if (f := r.cls.method("forward")) is not None}.values():
+        func, owner = found
+        if "position_ids" not in [a.arg for a in func.args.args]:
+            continue
         insert_before(
             ctx.edit_set(owner.file),
             body_start(func),

@@ -26,11 +26,21 @@ def convert_last_token(ctx: Context, containers: Containers) -> dict[int, int]:
     ]
     if picks and all(_already_packed(t) for t in picks):
         return {}
-    if picks:
-        frame = picks[0].frame
-        assert frame is not None
-        return _replace(ctx, frame, picks)
-    return _add(ctx, frames)
+    after: dict[int, int] = {}
+    for root in run.roots:  # the drafting model has a head too
+        mine = [f for f in frames if f.chain()[-1].self_ is root]
+        here = [t for t in picks if t.frame in mine]
+        if not here:
+            after |= _add(ctx, mine)
+        for func in {id(t.frame.func): t for t in here if t.frame is not None}:
+            group = [t for t in here if t.frame is not None and id(t.frame.func) == func]
+            frame = group[0].frame
+            assert frame is not None
+            if func not in after:
+                after |= _replace(ctx, frame, [t for t in group if t.frame is frame])
+            else:
+                thread_metadata(ctx, frame, group[0].stmt)
+    return after
 
 
 def _already_packed(t: Tensor) -> bool:
