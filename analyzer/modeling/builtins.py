@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvskill.analyzer.modeling.walk import Walk
 
 __all__ = [
+    "Super",
     "bind_import",
     "builtin",
     "call_builtin",
@@ -397,17 +398,17 @@ def super_proxy(walk: Walk) -> Value:
         return External("super")
     for base in owner.bases:
         if isinstance(base, ClassVal):
-            return _Super(base, self_)
+            return Super(base, self_)
     return External("super")
 
 
-class _Super(Instance):
+class Super(Instance):
     """Methods come from the base, `self` stays the object."""
 
     def __init__(self, base: ClassVal, self_: Value) -> None:
         super().__init__(base)
         self.attrs = self_.attrs if isinstance(self_, Instance) else {}
-        self.real = self_
+        self.real = self_.real if isinstance(self_, Super) else self_
 
 
 def call_builtin(walk: Walk, name: str, args: list[Value], kwargs: dict[str, Value], node: ast.Call) -> Value:
@@ -600,6 +601,8 @@ def _convert(walk: Walk, name: str, args: list[Value]) -> Value:
             return _evaluated(walk, name, value)
     if name == "float" and isinstance(value, (Scalar, Ref)):
         return value
+    if name == "str" and (known := _python(walk, value)) is not _MISSING:
+        return Const(str(known))
     if name == "bool":
         known = walk.truth(value)
         return Const(known) if known is not None else Bool("bool")

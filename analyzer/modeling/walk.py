@@ -684,6 +684,7 @@ class Walk:
             found = obj.cls.method(name)
             if found is not None:
                 func, owner = found
+                obj = obj.real if isinstance(obj, py.Super) else obj
                 bound = Bound(obj, Func(func, owner.file, owner))
                 if any(isinstance(d, ast.Name) and d.id == "property" for d in func.decorator_list):
                     return self.call_func(Func(func, owner.file, owner), [obj], {}, node)
