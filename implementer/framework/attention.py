@@ -348,38 +348,45 @@ def adapt_block(ctx: Context, func: Func, params: tuple[str, ...], objects: tupl
         if f.self_ is None or not objects or f.self_ in objects or _same_class(f, objects)
     ]
     returns = [(stmt, value, f) for f in frames for stmt, value in f.returns if stmt is not None and stmt.value]
-    known: set[int] = set()
-    like = next((v for _, v, _ in returns if isinstance(v, Tensor) and v.stream and v.rank == 3), None)
+    given = [f.env_before.get(id(node.body[0]), {}).get(p) for f in frames for p in params]
+    like = next((v for v in [*(v for _, v, _ in returns), *given] if _hidden(v)), None)
+    kinds: dict[int, set[str]] = {}
     for stmt, value, frame in returns:
-        if not _vague(value, like):
-            known.add(id(stmt))
-            assert stmt is not None and stmt.value is not None
-            _squeeze(ctx, file, stmt.value, value, frame)
-    # what the walk lost sight of has the axes that the other returns of the function have
-    vague = {id(stmt): stmt for stmt, _, _ in returns if id(stmt) not in known}
-    for stmt in vague.values():
         assert stmt is not None and stmt.value is not None
-        if like is None or isinstance(stmt.value, ast.Tuple):
-            ctx.refuse(
-                file,
-                stmt,
-                "KV204",
-                "Whether this returns hidden states as [B, S, H] is not known.",
-                "Keep the token axis visible: reshape to named sizes before the return.",
-            )
-        else:
+        kinds.setdefault(id(stmt), set()).add(kind := _sight(value, like))
+        if kind == "clear":
+            _squeeze(ctx, file, stmt.value, value, frame)
+    certain = any("lost" in found for found in kinds.values()) or any(_hidden(v) for _, v, _ in returns)
+    for stmt in {id(stmt): stmt for stmt, _, _ in returns}.values():
+        assert stmt is not None and stmt.value is not None
+        if "clear" in kinds[id(stmt)]:
+            continue
+        if certain and not isinstance(stmt.value, ast.Tuple):
             wrap_expr(edits, stmt.value, "", ".squeeze(0)", "rows dropped again")
+            continue
+        ctx.refuse(
+            file,
+            stmt,
+            "KV204",
+            "Whether this returns hidden states as [B, S, H] is not known.",
+            "Keep the token axis visible: reshape to named sizes before the return.",
+        )
 
 
-def _vague(value: Value, like: Tensor | None) -> bool:
-    """Nothing is known of its axes, or the walk lost sight that it is hidden states like those of other returns."""
-    if not isinstance(value, Tensor):
-        return isinstance(value, Unknown)
-    if value.shape is None:
-        return True
-    if value.stream or like is None or like.shape is None or len(value.shape) != 3:
-        return False
-    return (value.shape[0], value.shape[2]) == (Dim.atom("B"), like.shape[2])
+def _hidden(value: object) -> bool:
+    return isinstance(value, Tensor) and value.stream and value.rank == 3
+
+
+def _sight(value: Value, like: Tensor | None) -> str:
+    """clear: its axes are known; lost: hidden states by their axes, [B, ?, H], that the walk does not know to be some;
+    vague: nothing is known."""
+    if isinstance(value, Unknown) or (isinstance(value, Tensor) and value.shape is None):
+        return "vague"
+    if not isinstance(value, Tensor) or value.stream or value.shape is None or len(value.shape) != 3:
+        return "clear"
+    if like is None or like.shape is None:
+        return "clear"
+    return "lost" if (value.shape[0], value.shape[2]) == (Dim.atom("B"), like.shape[2]) else "clear"
 
 
 def _same_class(frame: Frame, objects: tuple[Instance, ...]) -> bool:

@@ -141,8 +141,10 @@ def convert_phase_tests(ctx: Context, containers: Containers) -> None:
         if _removed(ctx, func, test.node) or id(test.node) in ctx.rewritten_tests:
             continue
         done.add(id(test.node))
-        if id(func) not in containers.functions and _any_count(test) and _any_count(other.get(id(test.node))):
-            continue
+        if id(func) not in containers.functions and _any_count(test, Dim.atom("B") * Dim.atom("S")):
+            twin = other.get(id(test.node))
+            if twin is None or _any_count(twin, Dim.atom("B")):
+                continue
         _rewrite_test(ctx, test, other.get(id(test.node)), func)
 
 
@@ -179,17 +181,13 @@ def _rewrite_test(ctx: Context, test: Test, twin: Test | None, func: ast.Functio
     )
 
 
-def _any_count(test: Test | None) -> bool:
-    """Is the answer open, and does it depend on B and S by their product alone?"""
-    if test is None:
-        return True
+def _any_count(test: Test, tokens: Dim) -> bool:
+    """Is the answer open, and does it depend on B and S by the number of tokens alone?"""
     if not isinstance(test.value, Bool) or not test.operands:
         return False
     for value in test.operands:
         dim = value.dim if isinstance(value, Scalar) else None
-        rest = dim.divide(Dim.atom("B")) if dim is not None else None
-        if rest is not None and "S" in rest.atoms:
-            rest = rest.divide(Dim.atom("S"))
+        rest = dim.divide(tokens) if dim is not None else None
         if rest is None or rest.atoms & RUNTIME:
             return False
     return True

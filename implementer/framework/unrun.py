@@ -84,7 +84,9 @@ def _meets(func: ast.FunctionDef, names: set[str], changed: set[str], children: 
 
 
 def drop_uncalled(ctx: Context) -> None:
-    """Remove methods whose only calls went: all that the walk saw, and all that the files name."""
+    """Remove methods whose only calls went with the Legacy cache: all that the walk saw, and all that the files name."""
+    if not any(a.mla is not None and a.mla.tables for a in ctx.facts.attentions):
+        return
     frames = [f for r in (ctx.facts.prefill, ctx.facts.decode) if r is not None for f in r.walk.frames]
     gone = _gone(ctx)
     for cls in ctx.facts.program.classes():
@@ -94,9 +96,20 @@ def drop_uncalled(ctx: Context) -> None:
             mine = [f for f in frames if f.func is item]
             if not mine or any(id(f.call) not in gone for f in mine) or _named(ctx, item.name, gone):
                 continue
+            _forget(ctx, cls, item)
             if drop_method(ctx.edit_set(cls.file), item, "nothing calls it any more"):
                 ctx.unrun.add(id(item))
-                ctx.functions.pop(id(item), None)
+
+
+def _forget(ctx: Context, cls: ClassVal, func: ast.FunctionDef) -> None:
+    """What other passes planned inside the function."""
+    nodes = {id(n) for n in ast.walk(func)}
+    start, end = cls.file.byte_range(func)
+    edits = ctx.edit_set(cls.file)
+    edits.edits = [e for e in edits.edits if not (start <= e.start and e.end <= end)]
+    ctx.cuts = {key: cut for key, cut in ctx.cuts.items() if id(cut[1]) not in nodes}
+    ctx.added = [item for item in ctx.added if id(item[1]) not in nodes]
+    ctx.functions.pop(id(func), None)
 
 
 def _gone(ctx: Context) -> set[int]:
