@@ -367,7 +367,7 @@ def adapt_block(ctx: Context, func: Func, params: tuple[str, ...], objects: tupl
         ctx.refuse(
             file,
             stmt,
-            "KV204",
+            "KV207",
             "Whether this returns hidden states as [B, S, H] is not known.",
             "Keep the token axis visible: reshape to named sizes before the return.",
         )
