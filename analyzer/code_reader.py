@@ -104,6 +104,9 @@ def _model_ref(code: Code, facts: ModelFacts) -> ModelRef:
     entry, config = facts.entry, config_class(code.registered)
     classes = [c for c in (entry, facts.model_cls, facts.layer_cls, *(a.cls for a in facts.attentions)) if c]
     mtp = next((n for r in code.registered for _, n in r.classes if "MTP" in n), None)
+    draft = facts.prefill.draft if facts.prefill is not None else None
+    if mtp is None and draft is not None:
+        mtp = draft.cls.name
     return ModelRef(
         name=code.place.name,
         folder=code.place.folder,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvskill.analyzer.modeling.facts import AttentionFacts, ModelFacts
+from kvskill.analyzer.modeling.facts import AttentionFacts, ModelFacts, Seam
+from kvskill.analyzer.modeling.values import Instance
 from kvskill.diagnostics import Diagnostic, Severity
 from kvskill.implementer.edits import EditSet
 from kvskill.implementer.framework.attention import convert_attention
@@ -22,6 +23,7 @@ from kvskill.implementer.framework.parallel import guard_parallel_branches
 from kvskill.implementer.framework.rotary import convert_rotary
 from kvskill.implementer.framework.rows import convert_row_counts
 from kvskill.implementer.framework.threading import thread_metadata
+from kvskill.implementer.framework.unrun import drop_uncalled, guard_unrun
 from kvskill.manifest import Manifest
 
 __all__ = ["Plan", "build_plan"]
@@ -66,10 +68,13 @@ def build_plan(facts: ModelFacts, manifest: Manifest) -> Plan:
     sweep_again(ctx)
     convert_blocks(ctx, containers, set())
     convert_row_counts(ctx, containers)
-    convert_phase_tests(ctx)
+    convert_phase_tests(ctx, containers)
     touched = set(containers.functions) | {id(a.seam.func) for a in facts.attentions}
     touched |= {id(a.entry) for a in facts.attentions}
+    touched |= {id(a.mla.twin[0].func) for a in facts.attentions if a.mla is not None and a.mla.twin is not None}
     guard_parallel_branches(ctx, touched)
+    guard_unrun(ctx, containers)
+    drop_uncalled(ctx)
     if any(a.mla is not None for a in facts.attentions):
         add_mla_interface(ctx)
         leftover_caches(ctx)
@@ -94,18 +99,32 @@ def _finish(ctx: Context) -> Plan:
 
 
 def _convert_one(ctx: Context, attention: AttentionFacts) -> None:
-    seam = attention.seam
-    frame = next((f for f in ctx.frames_of(seam.func) if f.self_ in attention.reps), None)
-    assert frame is not None
-    meta = thread_metadata(ctx, frame, seam.anchor)
-    if meta is None:
-        ctx.refuse(
-            seam.file,
-            seam.func,
-            "KV211",
-            "The forward metadata does not reach the attention.",
-            "Take `forward_metadata` in the model's forward and pass it on.",
-        )
-        return
-    convert = convert_mla if attention.mla is not None else convert_attention
-    convert(ctx, attention, meta)
+    twin = attention.mla.twin if attention.mla is not None else None
+    metas: list[str] = []
+    for seam in (attention.seam, *((twin[0],) if twin is not None else ())):
+        meta = _metadata_at(ctx, attention, seam)
+        if meta is None:
+            ctx.refuse(
+                seam.file,
+                seam.func,
+                "KV211",
+                "The forward metadata does not reach the attention.",
+                "Take `forward_metadata` in the model's forward and pass it on.",
+            )
+            return
+        metas.append(meta)
+    if attention.mla is not None:
+        convert_mla(ctx, attention, *metas)
+    else:
+        convert_attention(ctx, attention, metas[0])
+
+
+def _metadata_at(ctx: Context, attention: AttentionFacts, seam: Seam) -> str | None:
+    """The metadata's name in the seam's function, passed on along every chain of calls that leads there."""
+    names = [
+        thread_metadata(ctx, frame, seam.anchor)
+        for frame in ctx.frames_of(seam.func)
+        if isinstance(frame.self_, Instance) and frame.self_.cls is attention.cls
+    ]
+    assert names
+    return names[0] if len(set(names)) == 1 else None

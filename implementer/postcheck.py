@@ -20,10 +20,10 @@ from kvskill.analyzer.modeling.facts import ModelFacts
 from kvskill.analyzer.modeling.operators import ATTEND_OPS
 from kvskill.analyzer.modeling.program import Program, bind_files
 from kvskill.analyzer.modeling.reader import read_program
-from kvskill.analyzer.modeling.run import Run, run_model
+from kvskill.analyzer.modeling.run import Run, draft_class, run_model
 from kvskill.analyzer.modeling.settings import settings_of
 from kvskill.analyzer.modeling.trace import ancestors
-from kvskill.analyzer.modeling.values import Const, Tensor, Tup, Value
+from kvskill.analyzer.modeling.values import Const, Instance, Tensor, Tup, Value
 from kvskill.diagnostics import Diagnostic, Severity, Span
 from kvskill.implementer.names import first_use, unbound_names
 from kvskill.implementer.plan import Plan
@@ -44,7 +44,7 @@ def postcheck(plan: Plan, facts: ModelFacts, config: Mapping[str, Any]) -> list[
         files[shown] = SourceFile(old.path, shown, new, old.encoding, ast.parse(new, filename=shown))
         out.extend(_comments(old, files[shown], plan))
         out.extend(_names(old, files[shown]))
-    program = bind_files(files)
+    program = bind_files(files, facts.program.root)
     assert facts.entry is not None
     entry = program.find(facts.entry.name)
     assert entry is not None
@@ -55,7 +55,8 @@ def postcheck(plan: Plan, facts: ModelFacts, config: Mapping[str, Any]) -> list[
     config = settings_of(program, entry, config)
     drafts = any("mtp" in c.name.lower() for c in program.classes())
     for phase in ("prefill", "decode"):
-        run = run_model(program, entry, config, phase, "paged", drafts=drafts)
+        draft = draft_class(program, entry, config)
+        run = run_model(program, entry, config, phase, "paged", drafts=drafts, draft=draft)
         out.extend(_walks(run, program))
     return out
 
@@ -115,14 +116,15 @@ def _walks(run: Run, program: Program) -> list[Diagnostic]:
                 f"In paged {run.phase} the shapes do not fit here ({problem.text}).",
             )
         )
-    out.extend(_logits(run))
+    out.extend(_logits(run, run.root, run.result))
+    if run.draft is not None:
+        out.extend(_logits(run, run.draft, run.drafted))
     out.extend(_attends(run))
     return out
 
 
-def _logits(run: Run) -> list[Diagnostic]:
-    file, node = run.root.cls.file, run.root.cls.node
-    value: Value = run.result
+def _logits(run: Run, root: Instance, value: Value) -> list[Diagnostic]:
+    file, node = root.cls.file, root.cls.node
     if isinstance(value, Tup) and value.items:
         value = value.items[0]
     if not isinstance(value, Tensor) or value.shape is None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvskill.analyzer.modeling import shapes
 from kvskill.analyzer.modeling.dims import Dim, fresh, product
+from kvskill.analyzer.modeling.enums import member_of
 from kvskill.analyzer.modeling.values import (
     Bool,
     Bound,
@@ -32,13 +33,15 @@ if TYPE_CHECKING:
     from kvskill.analyzer.modeling.walk import Walk
 
 __all__ = [
-    "ENUM_BASES",
+    "Super",
     "bind_import",
     "builtin",
     "call_builtin",
     "call_method",
     "compare",
+    "enum_by_value",
     "ext_attr",
+    "get_setting",
     "iterate",
     "name_children",
     "subscript",
@@ -46,7 +49,6 @@ __all__ = [
     "tensor_attr",
 ]
 
-ENUM_BASES = frozenset({"enum.Enum", "enum.IntEnum", "Enum"})
 _MISSING = object()
 _RUNTIME = frozenset({"B", "S", "T", "n", "q"})
 
@@ -120,6 +122,28 @@ def name_children(value: Value, path: str) -> None:
             name_children(item, f"{path}.{key}")
 
 
+def enum_by_value(walk: Walk, cls: ClassVal, args: list[Value]) -> Value:
+    """`Mode(0)`: the member with this value."""
+    wanted = _python(walk, args[0]) if args else _MISSING
+    found = member_of(cls, wanted) if wanted is not _MISSING else None
+    if found is None:
+        return Unknown("enum")
+    origin = args[0].origin if isinstance(args[0], Const) else getattr(args[0], "path", "")
+    return Const(found.value, origin)
+
+
+def get_setting(walk: Walk, path: str, args: list[Value]) -> Value:
+    """`config.rope_scaling.get("factor", 1)`: an entry of a dict of the configuration, or the default."""
+    known = walk.concrete(path)
+    key = _python(walk, args[0])
+    if not isinstance(known, dict) or key is _MISSING:
+        return Unknown("get", tuple(args))
+    if key in known:
+        return walk._ref(f"{path}[{key!r}]")
+    default = args[1] if len(args) > 1 else Const(None)
+    return Const(default.value, f"{path}[{key!r}]") if isinstance(default, Const) else default
+
+
 def iterate(walk: Walk, value: Value) -> list[Value] | None:
     """The items of a loop, or None when they are not known. Equal layers run once."""
     if isinstance(value, Tup):
@@ -164,7 +188,7 @@ def _signature(walk: Walk, value: Value, depth: int = 0) -> str:
     if isinstance(value, Tup):
         return "(" + ",".join(_signature(walk, v, depth + 1) for v in value.items[:8]) + ")"
     if isinstance(value, Tensor):
-        return f"T{value.shape}"
+        return "T" if value.shape is None else f"T{['?' if d.wild else str(d) for d in value.shape]}"
     return type(value).__name__
 
 
@@ -374,17 +398,17 @@ def super_proxy(walk: Walk) -> Value:
         return External("super")
     for base in owner.bases:
         if isinstance(base, ClassVal):
-            return _Super(base, self_)
+            return Super(base, self_)
     return External("super")
 
 
-class _Super(Instance):
+class Super(Instance):
     """Methods come from the base, `self` stays the object."""
 
     def __init__(self, base: ClassVal, self_: Value) -> None:
         super().__init__(base)
         self.attrs = self_.attrs if isinstance(self_, Instance) else {}
-        self.real = self_
+        self.real = self_.real if isinstance(self_, Super) else self_
 
 
 def call_builtin(walk: Walk, name: str, args: list[Value], kwargs: dict[str, Value], node: ast.Call) -> Value:
@@ -577,6 +601,8 @@ def _convert(walk: Walk, name: str, args: list[Value]) -> Value:
             return _evaluated(walk, name, value)
     if name == "float" and isinstance(value, (Scalar, Ref)):
         return value
+    if name == "str" and (known := _python(walk, value)) is not _MISSING:
+        return Const(str(known))
     if name == "bool":
         known = walk.truth(value)
         return Const(known) if known is not None else Bool("bool")
@@ -653,6 +679,11 @@ def call_method(
         walk.record_call(f"{obj.name}.{name}", node, [obj, *args], kwargs, result)
         return result
     if isinstance(obj, Const) and isinstance(obj.value, str):
+        if name == "attrgetter" and len(args) == 1:  # what operator.attrgetter(path) gives, called
+            found = args[0]
+            for part in obj.value.split("."):
+                found = _getattr(walk, [found, Const(part)], node)
+            return found
         if name in ("startswith", "endswith", "lower", "upper", "format", "replace", "split", "strip"):
             plain = [a.value for a in args if isinstance(a, Const)]
             if len(plain) == len(args):

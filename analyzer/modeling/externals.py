@@ -12,6 +12,7 @@ import yaml
 from kvskill.analyzer.modeling import shapes
 from kvskill.analyzer.modeling.dims import Dim, const, fresh
 from kvskill.analyzer.modeling.values import (
+    Bound,
     Const,
     Dict_,
     ExtInstance,
@@ -85,6 +86,8 @@ def _dispatch(walk: Walk, op: str, args: list[Value], kwargs: dict[str, Value], 
         value = _torch_function(walk, base, args, kwargs, node)
         if value is not None:
             return value
+    if op == "operator.attrgetter" and len(args) == 1 and isinstance(args[0], Const):
+        return Bound(args[0], "attrgetter")
     if op.startswith("math."):
         return _math(walk, op[len("math.") :], args)
     last = op.rsplit(".", 1)[-1]
@@ -127,7 +130,8 @@ def _module(walk: Walk, op: str, args: list[Value], kwargs: dict[str, Value]) ->
     if name in ("Parameter", "parameter.Parameter", "Buffer"):
         source = args[0] if args else kwargs.get("data")
         shape = source.shape if isinstance(source, Tensor) else None
-        return walk.tensor("parameter", [], shape, None)
+        made = [source] if isinstance(source, Tensor) and source.op not in _CREATE else []
+        return walk.tensor("parameter", made, shape, None)
     if name.startswith("init."):
         return args[0] if args else Const(None)
     return ExtInstance(op, args, kwargs)
@@ -331,9 +335,12 @@ def call_ext_instance(
         (rule, (arg, pos)) = next(iter(spec.items()))
         value = obj.kwargs.get(arg, obj.args[pos] if pos < len(obj.args) else None)
         dim = (walk.as_dim(value) if value is not None else None) or fresh()
+        if rule == "shard" and not dim.wild:
+            ways = walk.as_dim(obj.kwargs.get("tp_size", obj.args[3] if len(obj.args) > 3 else Const(1)))
+            dim = walk.quotient(dim, ways) if ways is not None else fresh()
         if shape is not None:
-            shape = (*shape[:-1], dim) if rule == "out" else (*shape, dim)
-        kind = "linear" if rule == "out" else "embedding"
+            shape = (*shape, dim) if rule == "embed" else (*shape[:-1], dim)
+        kind = "embedding" if rule == "embed" else "linear"
     elif spec == "same":
         kind = "pointwise"
     elif any(obj.name.startswith(p) for p in _table()["row_wise_packages"]):

@@ -43,6 +43,7 @@ from kvskill.source import SourceFile
 __all__ = ["MlaFacts", "find_mla"]
 
 _ROPE_ARGUMENTS = tuple(f"the argument `{n}` of the fused operator" for n in ("query_rope", "key_rope"))
+_Found = tuple[RepRun, Parts]
 _BY_HAND = "Convert this class by hand (`kvskill template show framework/mla_attend`)."
 
 
@@ -54,14 +55,14 @@ class MlaFacts:
     `values` has their numbers for this configuration.
     """
 
-    q_nope: Binding
+    q_nope: Binding  # the absorbed query [.., N, rank] where `absorbed`
     q_rope: Binding
     latent: Binding
     normed: bool
     k_rope: Binding
     down: str
     norm: str
-    up: str
+    up: str | None
     rank: str
     nope: str
     rope: str
@@ -73,6 +74,10 @@ class MlaFacts:
     tables: tuple[str, ...]  # attributes that hold block tables of the class's own
     only_fused: bool  # the Legacy code has no norm and rotary of its own
     init_cache: tuple[ast.FunctionDef, SourceFile] | None
+    halves: tuple[str, str] | None = None  # attributes with the up projection's halves, [N, nope, rank], [N, rank, v]
+    absorbed: bool = False  # decode: the Legacy code's own products around the attention stay
+    phase: str = ""  # the only phase that runs this function; "" for both
+    twin: tuple[Seam, MlaFacts] | None = None  # decode, where another function does it
 
 
 def find_mla(mine: list[Instance], reps: list[RepRun]) -> tuple[Seam, MlaFacts] | None:
@@ -91,17 +96,75 @@ def find_mla(mine: list[Instance], reps: list[RepRun]) -> tuple[Seam, MlaFacts] 
     cls = first.inst.cls
     file, node = cls.file, cls.node
     _check(reps, file, node)
-    found: list[tuple[RepRun, Parts]] = []
+    found: list[_Found] = []
     for rep in reps:
         here = fingerprint(rep)
         parts = parts_of(rep, here) if here is not None else "the latent path differs between the phases"
         if here is None or isinstance(parts, str):
             fact = f"{cls.name} is latent attention, but {parts} ({rep.run.phase})."
             raise _fail(file, node, "KV270", fact, _BY_HAND)
-        if (here.down, here.norm, here.up) != (mark.down, mark.norm, mark.up):
+        if not _same_projections(here, mark):
             raise _fail(file, node, "KV270", f"{cls.name} uses other projections in decode.", _BY_HAND)
-        found.append((replace(_with_writes(rep, here), attends=[replace(rep.attends[0], out=parts.out)]), parts))
+        found.append((_with_writes(rep, here), parts))
+    try:
+        return _seam(mine, found, mark)
+    except SeamError as exc:
+        prefill, decode = ([(r, p) for r, p in found if r.run.phase == name] for name in ("prefill", "decode"))
+        if not prefill or not decode or _method(prefill[0][0]) is _method(decode[0][0]):
+            raise
+        try:
+            return _two_seams(mine, prefill, decode)
+        except SeamError as inner:
+            raise inner from exc
+
+
+def _two_seams(mine: list[Instance], prefill: list[_Found], decode: list[_Found]) -> tuple[Seam, MlaFacts]:
+    """One seam per phase, each in the method that runs it."""
+    marks = [fingerprint(part[0][0]) for part in (prefill, decode)]
+    assert marks[0] is not None and marks[1] is not None
+    seam, facts = _seam(mine, prefill, marks[0])
+    late, other = _decode_seam(mine, decode, marks[1])
+    if (facts.fused is None) is not (other.fused is None):  # one cache has one format
+        if facts.only_fused or other.only_fused:
+            why = facts.why_not_fused or other.why_not_fused
+            fact = f"One phase writes with the fused operator and the other cannot: {why}."
+            raise _fail(late.file, late.anchor, "KV298", fact, _BY_HAND)
+        why = facts.why_not_fused or other.why_not_fused
+        facts, other = (replace(f, fused=None, why_not_fused=why) for f in (facts, other))
+    return seam, replace(
+        facts,
+        phase="prefill",
+        twin=(late, replace(other, phase="decode")),
+        tables=tuple(sorted({*facts.tables, *other.tables})),
+    )
+
+
+def _decode_seam(mine: list[Instance], found: list[_Found], mark: Fingerprint) -> tuple[Seam, MlaFacts]:
+    """The decode seam. Where the query's absorbed form has a name, the Legacy code's products on both sides stay."""
+    if mark.halves.keys is not None:
+        outer = [(rep, replace(parts, q_nope=rep.attends[0].q, out=rep.attends[0].out)) for rep, parts in found]
+        try:
+            seam, facts = _seam(mine, outer, mark)
+            return seam, replace(facts, absorbed=True)
+        except SeamError as exc:
+            if exc.finding.code != "KV274":
+                raise
     return _seam(mine, found, mark)
+
+
+def _method(rep: RepRun) -> ast.AST | None:
+    """The object's method that runs its attention."""
+    frame = method_frame(rep.attends[0].out.frame, rep.inst)
+    return frame.func if frame is not None else None
+
+
+def _same_projections(a: Fingerprint, b: Fingerprint) -> bool:
+    """The same projections; the up projection as a layer in one phase and in halves in the other is one."""
+    if (a.down, a.norm) != (b.down, b.norm):
+        return False
+    ups = {m.up for m in (a, b)} - {None}
+    halves = {(m.halves.keys, m.halves.values) for m in (a, b)} - {(None, None)}
+    return len(ups) <= 1 and len(halves) <= 1
 
 
 def _with_writes(rep: RepRun, mark: Fingerprint) -> RepRun:
@@ -177,9 +240,11 @@ def _check(reps: list[RepRun], file: SourceFile, node: ast.AST) -> None:
             raise _fail(file, node, "KV272", f"{name} is latent attention with {what}.", "Keep the Legacy cache.")
 
 
-def _seam(mine: list[Instance], found: list[tuple[RepRun, Parts]], mark: Fingerprint) -> tuple[Seam, MlaFacts]:
-    reps = [rep for rep, _ in found]
-    prefill, parts = next((r, p) for r, p in found if r.run.phase == "prefill")
+def _seam(mine: list[Instance], found: list[_Found], mark: Fingerprint) -> tuple[Seam, MlaFacts]:
+    halves = _own_halves([rep for rep, _ in found])
+    reps = [replace(rep, attends=[replace(rep.attends[0], out=parts.out)]) for rep, parts in found]
+    found = [(rep, parts) for rep, (_, parts) in zip(reps, found, strict=True)]
+    prefill, parts = next((r, p) for r, p in found if r.run.phase == found[0][0].run.phase)
     inst, cls = prefill.inst, prefill.inst.cls
     doubt: SeamError | None = None
     for frame in _common_frames(reps, cls.file):
@@ -267,7 +332,8 @@ def _seam(mine: list[Instance], found: list[tuple[RepRun, Parts]], mark: Fingerp
         caches=tuple(n for n, v in inst.attrs.items() if isinstance(v, Tensor) and v.op == "cache"),
         tables=_own_tables(reps),
         only_fused=mark.call is not None,
-        init_cache=_own_init_cache(prefill, mine),
+        init_cache=_own_init_cache(prefill, mine) if prefill.run.phase == "prefill" else None,
+        halves=halves,
     )
     return seam, facts
 
@@ -283,8 +349,15 @@ def _shared(rep: RepRun, frame: Frame, anchor: ast.stmt, binding: Binding, size:
     return replace(binding, copies=found.heads is not None and found.heads.value != 1)
 
 
+def _own_halves(reps: list[RepRun]) -> tuple[str, str] | None:
+    """The attributes with the up projection's halves, where every run multiplies by them."""
+    halves = {(m.halves.keys, m.halves.values) for rep in reps if (m := fingerprint(rep)) is not None}
+    keys, values = next(iter(halves)) if len(halves) == 1 else (None, None)
+    return (keys, values) if keys is not None and values is not None else None
+
+
 def _fused(
-    found: list[tuple[RepRun, Parts]], frames: dict[int, Frame], func: ast.FunctionDef, anchor: ast.stmt
+    found: list[_Found], frames: dict[int, Frame], func: ast.FunctionDef, anchor: ast.stmt
 ) -> tuple[FusedWrite | None, str]:
     """The fused write's inputs, the same in every run and phase; None and the reason otherwise."""
     result: FusedWrite | None = None
@@ -301,7 +374,7 @@ def _fused(
 
 
 def _place(
-    found: list[tuple[RepRun, Parts]], frames: dict[int, Frame], func: ast.FunctionDef, file: SourceFile, fused: bool
+    found: list[_Found], frames: dict[int, Frame], func: ast.FunctionDef, file: SourceFile, fused: bool
 ) -> tuple[ast.stmt, tuple[str, str, str, str], bool]:
     """The first statement of writing or attending before which all four parts have names in every run."""
     tops: list[ast.stmt] = []
@@ -335,7 +408,7 @@ def _place(
     )
 
 
-def _name(found: list[tuple[RepRun, Parts]], frames: dict[int, Frame], anchor: ast.stmt, label: str) -> str | None:
+def _name(found: list[_Found], frames: dict[int, Frame], anchor: ast.stmt, label: str) -> str | None:
     common: set[str] | None = None
     order: list[str] = []
     for rep, parts in found:
@@ -345,7 +418,7 @@ def _name(found: list[tuple[RepRun, Parts]], frames: dict[int, Frame], anchor: a
         ids = {id(t): i for i, t in enumerate(chain(getattr(parts, label)))}
         mine = sorted((ids[id(v)], n) for n, v in env.items() if id(v) in ids)
         common = {n for _, n in mine} if common is None else common & {n for _, n in mine}
-        if rep.run.phase == "prefill" and not order:
+        if rep.run.phase == found[0][0].run.phase and not order:
             order = [n for _, n in mine]
     return next((n for n in order if n in (common or ())), None)
 

@@ -10,7 +10,7 @@ from kvskill.analyzer.modeling.operators import argument
 from kvskill.analyzer.modeling.scores import Attend
 from kvskill.analyzer.modeling.seam import RepRun
 from kvskill.analyzer.modeling.shapes import LAYOUT
-from kvskill.analyzer.modeling.trace import ancestors, method_frame, root_of, tensor_parents
+from kvskill.analyzer.modeling.trace import ancestors, chain, method_frame, root_of, tensor_parents
 from kvskill.analyzer.modeling.values import Const, ExtInstance, Frame, Instance, Tensor, Tup, Value
 from kvskill.analyzer.modeling.walk import Call, Walk
 
@@ -18,6 +18,19 @@ __all__ = ["Fingerprint", "Parts", "fingerprint", "parts_of", "slice_of", "sum_o
 
 _PRODUCTS = ("matmul", "einsum")
 FUSED_WRITES = ("npu:npu_kv_rmsnorm_rope_cache", "npu:npu_kv_rmsnorm_rope_cache_v2")
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Attributes that hold the up projection in two halves: keys [N, nope, rank], values [N, rank, v]."""
+
+    keys: str | None = None
+    values: str | None = None
+    v: Dim | None = None
+    tensors: frozenset[Tensor] = frozenset()
+
+
+NO_HALVES = Halves()
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,14 +42,15 @@ class Fingerprint:
 
     down: str
     norm: str
-    up: str
-    up_module: ExtInstance
+    up: str | None  # None: only halves of its weight, kept in attributes of their own, are used
+    up_module: ExtInstance | None
     down_out: Tensor
     raw: Tensor
     rope_in: Tensor
     normed: Tensor
     norm_frame: Frame | None
     call: Call | None = None  # the fused operator, where the Legacy code uses it itself
+    halves: Halves = NO_HALVES
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,10 +83,11 @@ def fingerprint(rep: RepRun) -> Fingerprint | None:
         if down is None or down_out is None or not (down_out.parents and _stream(down_out.parents[0])):
             continue
         rope_in = _next_part(walk, raw, cut)
-        up = _up(rep, given, raw)
-        if rope_in is None or up is None:
+        halves = _halves(rep, raw)
+        up = _up(rep, given, raw) or (None, None)
+        if rope_in is None or (up[0] is None and halves is NO_HALVES):
             continue
-        return Fingerprint(down, name, up[0], up[1], down_out, raw, rope_in, given, frame)
+        return Fingerprint(down, name, up[0], up[1], down_out, raw, rope_in, given, frame, None, halves)
     return _fused_fingerprint(rep)
 
 
@@ -92,10 +107,55 @@ def _fused_fingerprint(rep: RepRun) -> Fingerprint | None:
         return None
     down = _attr(inst, down_out.attrs.get("module"))
     norm = next((n for n, v in inst.attrs.items() if isinstance(v, Instance) and gamma in v.attrs.values()), None)
-    up = _up(rep, latent, latent)
-    if down is None or norm is None or up is None:
+    halves = _halves(rep, latent)
+    up = _up(rep, latent, latent) or (None, None)
+    if down is None or norm is None or (up[0] is None and halves is NO_HALVES):
         return None
-    return Fingerprint(down, norm, up[0], up[1], down_out, latent, rope, latent, None, call)
+    return Fingerprint(down, norm, up[0], up[1], down_out, latent, rope, latent, None, call, halves)
+
+
+def _halves(rep: RepRun, latent: Tensor) -> Halves:
+    """The halves of the up projection that this run multiplies by, where they are attributes of the object.
+
+    Prefill turns them on the latent, decode the key half on the query and the value half on the output. Which half
+    is which is read from what the product becomes; its shape must agree.
+    """
+    inst, walk = rep.inst, rep.walk
+    rank = latent.shape[-1] if latent.shape else None
+    if len(rep.attends) != 1 or rank is None:
+        return NO_HALVES
+    attend = rep.attends[0]
+    keys = _weight(inst, attend.k) or _weight(inst, attend.q)
+    values = _weight(inst, attend.v)
+    if values is None:
+        after = next((t for t in walk.tensors if t.op in _PRODUCTS and attend.out in _arguments(t)), None)
+        values = _weight(inst, after) if after is not None else None
+    if keys is None or values is None or keys[0] == values[0]:
+        return NO_HALVES
+    k, v = keys[1].shape, values[1].shape
+    if not (k and v and len(k) == len(v) == 3):
+        return NO_HALVES
+    size, (n, nope, k_rank), (m, v_rank, _) = walk.concrete_dim, k, v
+    if not (size(k_rank) == size(v_rank) == size(rank) != size(nope) and size(n) == size(m) is not None):
+        return NO_HALVES
+    return Halves(keys[0], values[0], v[2], frozenset({keys[1], values[1]}))
+
+
+def _arguments(t: Tensor) -> set[Tensor]:
+    return {x for p in tensor_parents(t) for x in chain(p)}
+
+
+def _weight(inst: Instance, product: Value | None) -> tuple[str, Tensor] | None:
+    """(attribute, tensor) of the factor of a product that is an attribute of the object."""
+    root = root_of(product) if isinstance(product, Tensor) else None
+    if root is None or root.op not in _PRODUCTS:
+        return None
+    for parent in tensor_parents(root):
+        held = set(chain(parent))
+        for name, value in inst.attrs.items():
+            if isinstance(value, Tensor) and not value.stream and value in held and value.op != "cache":
+                return name, value
+    return None
 
 
 def _stream(value: Value) -> bool:
@@ -268,9 +328,11 @@ def _pieces(value: Tensor) -> list[Tensor]:
 
 
 def _went_up(t: Tensor, mark: Fingerprint) -> bool:
-    return any(
-        a.attrs.get("module") is mark.up_module or a.attrs.get("owner") is mark.up_module for a in ancestors([t])
-    )
+    found = ancestors([t])
+    if mark.halves.tensors & found:
+        return True
+    up = mark.up_module
+    return up is not None and any(a.attrs.get("module") is up or a.attrs.get("owner") is up for a in found)
 
 
 def _same(walk: Walk, t: Tensor, size: Dim) -> bool:
@@ -339,6 +401,8 @@ def _caches(tensors: set[Tensor], rep: RepRun) -> set[object]:
 def _up_order(rep: RepRun, mark: Fingerprint) -> str | None:
     """The up projection must give [nope | v] per head, in this order. None when it does."""
     walk, attend = rep.walk, rep.attends[0]
+    if mark.halves.keys is not None:
+        return None  # each half is known by what it is multiplied with
     firsts = seconds = wrong = 0
     to_keys, to_values = ancestors([attend.q, attend.k]), ancestors([attend.v])
     to_out = ancestors([_output(walk, attend, mark)])
@@ -401,6 +465,8 @@ def _heads(q: Tensor, rep: RepRun) -> Dim | None:
 
 def _value_dim(walk: Walk, attend: Attend, mark: Fingerprint, out: Tensor, nope: Dim | None) -> Dim | None:
     """The value size: the second part of the up projection."""
+    if mark.halves.values is not None:
+        return mark.halves.v
     for t in walk.tensors:
         cut = slice_of(t)
         source = root_of(cut[0]) if cut is not None else None

@@ -103,7 +103,35 @@ def _kv_rmsnorm_v2(walk: Walk, node: ast.Call, args: list[Value], kwargs: dict[s
     )
 
 
+def _transpose_batchmatmul(walk: Walk, node: ast.Call, args: list[Value], kwargs: dict[str, Value]) -> Value:
+    """permute(permute(x1) @ permute(x2)); a scale or bias is not followed (operator table)."""
+    from kvskill.analyzer.modeling import shapes
+
+    given = dict(zip(("input", "weight"), args, strict=False)) | kwargs
+    x1, x2 = given.get("input"), given.get("weight")
+    plain = all(given.get(n, Const(None)) == Const(None) for n in ("bias", "scale")) and len(args) <= 2
+    if not (isinstance(x1, Tensor) and isinstance(x2, Tensor) and plain):
+        return walk.tensor("?npu:npu_transpose_batchmatmul", [*args, *kwargs.values()], None, node)
+
+    def turned(t: Tensor, name: str, default: tuple[int, ...]) -> Tensor | None:
+        order = given.get(name)
+        axes = [a.value for a in order.items if isinstance(a, Const)] if isinstance(order, Tup) else list(default)
+        if sorted(axes) != [0, 1, 2] or (order is not None and not isinstance(order, Tup)):
+            return None
+        if axes == [0, 1, 2]:
+            return t
+        shape = None if t.shape is None else tuple(t.shape[a] for a in axes)
+        return walk.tensor("permute", [t], shape, node)
+
+    a, b = turned(x1, "perm_x1", (0, 1, 2)), turned(x2, "perm_x2", (0, 1, 2))
+    if a is None or b is None:
+        return walk.tensor("?npu:npu_transpose_batchmatmul", [*args, *kwargs.values()], None, node)
+    out = walk.tensor("matmul", [a, b], shapes.matmul_shape(walk, node, a.shape, b.shape), node)
+    return turned(out, "perm_y", (1, 0, 2)) or out
+
+
 HOOKS: dict[str, Hook] = {
+    "npu:npu_transpose_batchmatmul": _transpose_batchmatmul,
     "npu:npu_fused_infer_attention_score": _fa,
     "npu:npu_fused_infer_attention_score_v2": _fa,
     "npu:npu_incre_flash_attention": lambda w, n, a, k: w.tensor(

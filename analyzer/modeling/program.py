@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvskill.analyzer.modeling import builtins as py
+from kvskill.analyzer.modeling.enums import framework_enums
 from kvskill.analyzer.modeling.values import ClassVal, Const, Dict_, External, Func, Tup, Value
 from kvskill.source import SourceFile, read_source
 
@@ -20,6 +21,7 @@ class Program:
 
     files: dict[str, SourceFile]
     modules: dict[str, dict[str, Value]]
+    root: Path | None = None  # where the framework's own modules are
 
     def classes(self) -> list[ClassVal]:
         """Classes in file order, each once."""
@@ -51,17 +53,19 @@ def load_program(paths: Iterable[Path], shown_root: Path) -> Program:
     for path in paths:
         shown = path.relative_to(shown_root).as_posix() if path.is_relative_to(shown_root) else path.name
         files[shown] = read_source(path, shown)
-    return bind_files(files)
+    return bind_files(files, shown_root)
 
 
-def bind_files(files: dict[str, SourceFile]) -> Program:
-    """Bind the names of files that are already parsed."""
+def bind_files(files: dict[str, SourceFile], root: Path | None = None) -> Program:
+    """Bind the names of files that are already parsed; `root`: where the framework's own modules are."""
     modules: dict[str, dict[str, Value]] = {shown: {} for shown in files}
     # files that others import come first; two rounds settle mutual imports
     for _ in range(2):
         for shown, file in files.items():
             _bind_module(file, modules[shown], modules)
-    return Program(files, modules)
+    for shown, file in files.items() if root is not None else ():
+        modules[shown].update(framework_enums(file, root))
+    return Program(files, modules, root)
 
 
 def _bind_module(file: SourceFile, env: dict[str, Value], modules: dict[str, dict[str, Value]]) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvskill.analyzer.modeling.dims import Dim, const
+from kvskill.analyzer.modeling.dims import Dim, const, fresh
 from kvskill.analyzer.modeling.operators import HOOKS
 from kvskill.analyzer.modeling.program import Program
 from kvskill.analyzer.modeling.values import (
@@ -29,7 +29,7 @@ from kvskill.analyzer.modeling.values import (
 )
 from kvskill.analyzer.modeling.walk import MISSING, Problem, Walk
 
-__all__ = ["HF_DEFAULTS", "Form", "Phase", "Run", "config_value", "construct_model", "run_model", "submodules"]
+__all__ = ["HF_DEFAULTS", "Form", "Phase", "Run", "config_value", "construct_model", "draft_class", "run_model", "submodules"]
 
 Form = Literal["padded-2d", "packed-1d", "paged"]
 Phase = Literal["prefill", "decode"]
@@ -48,10 +48,12 @@ _INFER_DEFAULTS: dict[str, Any] = {
     "model_config.enable_cache_compile": False,
     "model_config.enable_static_kernel": False,
     "model_config.enable_profiler": False,
+    "model_config.custom_params": {},
     "parallel_config.global_rank": 0,
     "parallel_config.local_rank": 0,
     "parallel_config.world_size": 1,
 }
+LOADED = "process_weights_after_loading"
 # keys that PretrainedConfig or a class's own defaults give
 HF_DEFAULTS: dict[str, Any] = {
     "output_attentions": False,
@@ -78,6 +80,13 @@ class Run:
     meta: Dict_
     result: Value
     init_env: dict[int, dict[str, Value]]  # id(object) -> names of its __init__ at the end
+    draft: Instance | None = None  # the model that drafts tokens, where there is one
+    drafted: Value = field(default_factory=lambda: Const(None))  # what its forward gives
+
+    @property
+    def roots(self) -> list[Instance]:
+        """The model, and the one that drafts for it."""
+        return [self.root, *([self.draft] if self.draft is not None else [])]
 
 
 def run_model(
@@ -89,10 +98,12 @@ def run_model(
     *,
     infer: Mapping[str, Any] | None = None,
     drafts: bool = True,
+    draft: ClassVal | None = None,
 ) -> Run:
     """Construct `entry` and run its forward in one phase. Never raises on the target's code.
 
-    `drafts`: a paged decode step may carry several tokens per request (multi-token prediction).
+    `drafts`: a paged decode step may carry several tokens per request (multi-token prediction). `draft`: the class
+    of the drafting model; it runs after the model, on its hidden states.
     """
     settings = {**_INFER_DEFAULTS, **(infer or {})}
 
@@ -107,18 +118,63 @@ def run_model(
         "infer.scheduler_config.batch_size": rows,
     }
     root, init_env, problems_in_init = construct_model(walk, entry, [Ref("config"), Ref("infer"), Ref("comm")])
+    second: Instance | None = None
+    if draft is not None:
+        walk.naming = True
+        second, more, problems = construct_model(walk, draft, [Ref("config"), Ref("infer"), Ref("comm")])
+        init_env |= more
+        problems_in_init += problems
+        _share(root, second)
     inputs, meta = _inputs(walk, phase, form, drafts)
     for name in _META_NAMES:
         walk.hooks[name] = lambda *_: meta
-    _bind_caches(walk, root, form)
+    for model in (root, *([second] if second is not None else [])):
+        _bind_caches(walk, model, form)
     walk.collapse_layers = True
     forward = entry.method("forward")
     result: Value = Const(None)
     if forward is not None:
         func, owner = forward
         result = walk.call_func(Func(func, owner.file, owner), [root], inputs, None)
+    drafted: Value = Const(None)
+    if second is not None and draft is not None and (found := draft.method("forward")) is not None:
+        given = {**inputs, "prev_hidden_states": _hidden(walk, inputs["input_ids"])}
+        drafted = walk.call_func(Func(found[0], found[1].file, found[1]), [second], given, None)
     walk.problems[:0] = [p for p in problems_in_init if p.kind == "view"]
-    return Run(phase, form, walk, root, meta, result, init_env)
+    return Run(phase, form, walk, root, meta, result, init_env, second, drafted)
+
+
+def draft_class(program: Program, entry: ClassVal, config: Mapping[str, Any]) -> ClassVal | None:
+    """The class of the drafting model: its forward takes what the engine's worker passes on from the model.
+
+    Source: executor/core/model_worker/mtp_worker.py (`prev_hidden_states` by keyword, weights shared where None).
+    """
+    if not config.get("num_nextn_predict_layers"):
+        return None
+    for cls in program.classes():
+        found = cls.method("forward")
+        if cls is not entry and found is not None and cls.method("load_weights") is not None:
+            if any(a.arg == "prev_hidden_states" for a in [*found[0].args.args, *found[0].args.kwonlyargs]):
+                return cls
+    return None
+
+
+def _share(main: Instance, second: Instance) -> None:
+    """What the engine's worker lets the drafting model share: the head and the embedding, where it has none."""
+    none = Const(None)
+    inner, source = second.attrs.get("model"), main.attrs.get("model")
+    if second.attrs.get("lm_head") == none and "lm_head" in main.attrs:
+        second.attrs["lm_head"] = main.attrs["lm_head"]
+    if isinstance(inner, Instance) and isinstance(source, Instance) and inner.attrs.get("embed_tokens") == none:
+        inner.attrs["embed_tokens"] = source.attrs.get("embed_tokens", none)
+
+
+def _hidden(walk: Walk, ids: Value) -> Tensor:
+    """Hidden states of the model for these ids."""
+    assert isinstance(ids, Tensor) and ids.shape is not None
+    made = next((t for t in walk.tensors if t.op == "embedding" and t.shape), None)
+    size = made.shape[-1] if made is not None and made.shape else fresh()
+    return walk.tensor("embedding", [], (*ids.shape, size), None)
 
 
 def construct_model(
@@ -129,6 +185,10 @@ def construct_model(
     What `walk` logged meanwhile is forgotten: what it logs from here on is the forward's.
     """
     root = walk.construct(entry, args, {}, "", None)
+    walk.naming = False
+    found = entry.method(LOADED)
+    if found is not None:  # the engine calls it between loading and the first forward
+        walk.call_func(Func(found[0], found[1].file, found[1]), [root], {}, None)
     init_env = {
         id(f.self_): f.env
         for f in walk.frames
@@ -137,7 +197,6 @@ def construct_model(
     problems = list(walk.problems)
     for log in (walk.frames, walk.calls, walk.tests, walk.tensors, walk.problems, walk.attr_writes):
         log.clear()
-    walk.naming = False
     return root, init_env, problems
 
 

@@ -392,7 +392,7 @@ def _axes(rep: RepRun) -> tuple[Dim, Dim]:
     for t in rep.walk.tensors:
         if t.op == "embedding" and t.shape is not None and len(t.shape) == 3 and t.shape[0].value == 1:
             return t.shape[1], t.shape[0]
-    return Dim.atom("S"), Dim.atom("B")
+    return Dim.atom("S") if rep.run.phase == "prefill" else const(1), Dim.atom("B")
 
 
 def _binding(rep: RepRun, frame: Frame, anchor: ast.stmt, name: str, file: SourceFile) -> Binding:
@@ -433,7 +433,7 @@ def _output(
         if consumer is None or name is None or value is None:
             raise _fail(file, func, "KV157", "The attention output does not go on under one name.", "Name it.")
         names.append(name)
-        if rep.run.phase == "prefill":
+        if rep.run.phase == reps[0].run.phase:
             seq, batch = _axes(rep)
             found = layout_of(walk, value, seq, batch)
             if found is None:

@@ -139,8 +139,13 @@ def layout_of(walk: Walk, t: Tensor, seq: Dim, batch: Dim) -> Layout | None:
             return Layout("BSND", shape[2], shape[3])
         if is_(shape[2], seq):
             return Layout("BNSD", shape[1], shape[3])
+    if len(shape) == 4:
+        if shape[0].value == 1 and is_(shape[1], flat):  # the tokens of all rows in one
+            return Layout("BSND", shape[2], shape[3])
+        if shape[0].value == 1 and is_(shape[2], flat):
+            return Layout("BNSD", shape[1], shape[3])
     if len(shape) == 3:
-        if is_(shape[0], batch) and is_(shape[1], seq):
+        if (is_(shape[0], batch) and is_(shape[1], seq)) or (shape[0].value == 1 and is_(shape[1], flat)):
             return Layout("BSH", None, None)
         if is_(shape[0], flat):
             return Layout("TND", shape[1], shape[2])

@@ -20,6 +20,7 @@ __all__ = [
     "ClassVal",
     "Const",
     "Dict_",
+    "EnumMember",
     "ExtInstance",
     "External",
     "Frame",
@@ -43,8 +44,21 @@ class Value:
 
 @dataclass(frozen=True)
 class Const(Value):
-    """A Python constant: None, bool, int, float, str, torch dtype name."""
+    """A Python constant: None, bool, int, float, str, torch dtype name, member of an enumeration.
 
+    `origin` is the setting that it is the default of, where it comes from one that the configuration lacks.
+    """
+
+    value: Any
+    origin: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class EnumMember:
+    """A member of an enumeration, as the value of a Const."""
+
+    cls: str
+    name: str
     value: Any
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from kvskill.analyzer.modeling import builtins as py
 from kvskill.analyzer.modeling import shapes
 from kvskill.analyzer.modeling.dims import Dim, const, fresh
+from kvskill.analyzer.modeling.enums import ENUM_BASES, enum_members
 from kvskill.analyzer.modeling.externals import call_ext_instance, call_external
 from kvskill.analyzer.modeling.values import (
     Bool,
@@ -24,6 +25,7 @@ from kvskill.analyzer.modeling.values import (
     ClassVal,
     Const,
     Dict_,
+    EnumMember,
     External,
     ExtInstance,
     Frame,
@@ -682,6 +684,7 @@ class Walk:
             found = obj.cls.method(name)
             if found is not None:
                 func, owner = found
+                obj = obj.real if isinstance(obj, py.Super) else obj
                 bound = Bound(obj, Func(func, owner.file, owner))
                 if any(isinstance(d, ast.Name) and d.id == "property" for d in func.decorator_list):
                     return self.call_func(Func(func, owner.file, owner), [obj], {}, node)
@@ -701,7 +704,9 @@ class Walk:
             found = obj.method(name)
             if found is not None:
                 return Func(found[0], found[1].file, found[1])
-            return Unknown(f"class attribute {name}")
+            return enum_members(obj).get(name, Unknown(f"class attribute {name}"))
+        if isinstance(obj, Const) and isinstance(obj.value, EnumMember) and name in ("name", "value"):
+            return Const(getattr(obj.value, name))
         if isinstance(obj, Dict_) and name in obj.items and name not in ("items", "keys", "values", "get", "update"):
             return obj.items[name]
         if isinstance(obj, ExtInstance):
@@ -952,8 +957,8 @@ class Walk:
     def apply(self, callee: Value, args: list[Value], kwargs: dict[str, Value], node: ast.Call) -> Value:
         """Call a value."""
         if isinstance(callee, ClassVal):
-            if callee.external_bases() & py.ENUM_BASES:
-                return Unknown("enum")
+            if callee.external_bases() & ENUM_BASES:
+                return py.enum_by_value(self, callee, args)
             return self.construct(callee, args, kwargs, "", node)
         if isinstance(callee, Func):
             return self.call_func(callee, args, kwargs, node)
@@ -976,6 +981,8 @@ class Walk:
             return call_external(self, callee.name, args, kwargs, node)
         if isinstance(callee, ExtInstance):
             return call_ext_instance(self, callee, args, kwargs, node)
+        if isinstance(callee, Ref) and callee.path.endswith(".get") and args:
+            return py.get_setting(self, callee.path.removesuffix(".get"), args)
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if tensors or isinstance(callee, Ref):
             return (

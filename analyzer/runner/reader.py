@@ -36,7 +36,7 @@ def standalone_facts(code: Code, config: Mapping[str, Any]) -> ModelFacts:
     """Facts of an opened model folder; the files of the runner stand beside those of the model in `program.files`."""
     facts = read_standalone(code.program, config, entry=code.entry, shown=code.place.folder)
     runners = {f.shown: f for f in folder_files(code.place.model_dir, code.place.root)}
-    program = Program({**runners, **code.program.files}, code.program.modules)
+    program = Program({**runners, **code.program.files}, code.program.modules, code.program.root)
     return replace(facts, program=program)
 
 

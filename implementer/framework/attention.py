@@ -7,8 +7,9 @@ import re
 from typing import Any
 
 from kvskill.analyzer.data import load_yaml
+from kvskill.analyzer.modeling.dims import Dim
 from kvskill.analyzer.modeling.facts import AttentionFacts, Binding
-from kvskill.analyzer.modeling.values import Const, Frame, Func, Instance, Ref, Tensor, Tup, Value
+from kvskill.analyzer.modeling.values import Const, Frame, Func, Instance, Ref, Tensor, Tup, Unknown, Value
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.render import render
 from kvskill.implementer.textops import (
@@ -341,12 +342,51 @@ def adapt_block(ctx: Context, func: Func, params: tuple[str, ...], objects: tupl
         return
     lines[0] += "  # packed [T, H] as one row [1, T, H]"
     insert_before(edits, body_start(node), "\n".join(lines) + "\n", "packed tokens as one row", unit)
-    for frame in ctx.frames_of(node):
-        if frame.self_ is not None and objects and frame.self_ not in objects and not _same_class(frame, objects):
+    frames = [
+        f
+        for f in ctx.frames_of(node)
+        if f.self_ is None or not objects or f.self_ in objects or _same_class(f, objects)
+    ]
+    returns = [(stmt, value, f) for f in frames for stmt, value in f.returns if stmt is not None and stmt.value]
+    given = [f.env_before.get(id(node.body[0]), {}).get(p) for f in frames for p in params]
+    like = next((v for v in [*(v for _, v, _ in returns), *given] if _hidden(v)), None)
+    kinds: dict[int, set[str]] = {}
+    for stmt, value, frame in returns:
+        assert stmt is not None and stmt.value is not None
+        kinds.setdefault(id(stmt), set()).add(kind := _sight(value, like))
+        if kind == "clear":
+            _squeeze(ctx, file, stmt.value, value, frame)
+    certain = any("lost" in found for found in kinds.values()) or any(_hidden(v) for _, v, _ in returns)
+    for stmt in {id(stmt): stmt for stmt, _, _ in returns}.values():
+        assert stmt is not None and stmt.value is not None
+        if "clear" in kinds[id(stmt)]:
             continue
-        for stmt, value in frame.returns:
-            if stmt is not None and stmt.value is not None:
-                _squeeze(ctx, file, stmt.value, value, frame)
+        if certain and not isinstance(stmt.value, ast.Tuple):
+            wrap_expr(edits, stmt.value, "", ".squeeze(0)", "rows dropped again")
+            continue
+        ctx.refuse(
+            file,
+            stmt,
+            "KV207",
+            "Whether this returns hidden states as [B, S, H] is not known.",
+            "Keep the token axis visible: reshape to named sizes before the return.",
+        )
+
+
+def _hidden(value: object) -> bool:
+    return isinstance(value, Tensor) and value.stream and value.rank == 3
+
+
+def _sight(value: Value, like: Tensor | None) -> str:
+    """clear: its axes are known; lost: hidden states by their axes, [B, ?, H], that the walk does not know to be some;
+    vague: nothing is known."""
+    if isinstance(value, Unknown) or (isinstance(value, Tensor) and value.shape is None):
+        return "vague"
+    if not isinstance(value, Tensor) or value.stream or value.shape is None or len(value.shape) != 3:
+        return "clear"
+    if like is None or like.shape is None:
+        return "clear"
+    return "lost" if (value.shape[0], value.shape[2]) == (Dim.atom("B"), like.shape[2]) else "clear"
 
 
 def _same_class(frame: Frame, objects: tuple[Instance, ...]) -> bool:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ast
 
 from kvskill.analyzer.modeling.dims import Dim, const, same
-from kvskill.analyzer.modeling.values import Bool, Const, Frame, Func, Instance, Tensor, Tup, Value
-from kvskill.analyzer.modeling.walk import Test, Walk
+from kvskill.analyzer.modeling.values import Bool, Const, Frame, Func, Instance, Scalar, Tensor, Tup, Value
+from kvskill.analyzer.modeling.walk import RUNTIME, Test, Walk
 from kvskill.implementer.framework.attention import adapt_block
 from kvskill.implementer.framework.container import Containers
 from kvskill.implementer.framework.context import Context
@@ -125,8 +125,11 @@ def _as_expected(legacy: Value, now: Value) -> bool:
     return len(now.shape) == len(want) and all(same(a, b) for a, b in zip(now.shape, want, strict=True))
 
 
-def convert_phase_tests(ctx: Context) -> None:
-    """Rewrite conditions on token counts that tell the phases apart; refuse the others."""
+def convert_phase_tests(ctx: Context, containers: Containers) -> None:
+    """Rewrite conditions on token counts that tell the phases apart; refuse the others.
+
+    A block below the containers that asks only how many tokens there are stays: with one request it saw any count.
+    """
     prefill, decode = ctx.facts.prefill, ctx.facts.decode
     assert prefill is not None and decode is not None
     other = {id(t.node): t for t in decode.walk.tests}
@@ -138,6 +141,10 @@ def convert_phase_tests(ctx: Context) -> None:
         if _removed(ctx, func, test.node) or id(test.node) in ctx.rewritten_tests:
             continue
         done.add(id(test.node))
+        if id(func) not in containers.functions and _any_count(test, Dim.atom("B") * Dim.atom("S")):
+            twin = other.get(id(test.node))
+            if twin is None or _any_count(twin, Dim.atom("B")):
+                continue
         _rewrite_test(ctx, test, other.get(id(test.node)), func)
 
 
@@ -172,6 +179,18 @@ def _rewrite_test(ctx: Context, test: Test, twin: Test | None, func: ast.Functio
         "A condition depends on the number of requests or tokens in a way that is not a phase test.",
         "Decide by forward_metadata.is_prefill, or make the code independent of the count.",
     )
+
+
+def _any_count(test: Test, tokens: Dim) -> bool:
+    """Is the answer open, and does it depend on B and S by the number of tokens alone?"""
+    if not isinstance(test.value, Bool) or not test.operands:
+        return False
+    for value in test.operands:
+        dim = value.dim if isinstance(value, Scalar) else None
+        rest = dim.divide(tokens) if dim is not None else None
+        if rest is None or rest.atoms & RUNTIME:
+            return False
+    return True
 
 
 def _one_request(test: Test) -> bool:

@@ -167,6 +167,10 @@ def _items(file: SourceFile, owner: ast.AST) -> list[tuple[int, int, int]]:
             out.append((id(arg), *file.byte_range(arg)))
         for keyword in owner.keywords:
             out.append((id(keyword), *file.byte_range(keyword)))
+    elif isinstance(owner, ast.Dict):
+        for key, value in zip(owner.keys, owner.values, strict=True):
+            first = key if key is not None else value
+            out.append((id(first), file.byte_range(first)[0], file.byte_range(value)[1]))
     elif isinstance(owner, ast.FunctionDef):
         spec = owner.args
         positional = [*spec.posonlyargs, *spec.args]

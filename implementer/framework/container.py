@@ -14,11 +14,14 @@ from kvskill.analyzer.modeling.facts import ModelFacts
 from kvskill.analyzer.modeling.shapes import LAYOUT
 from kvskill.analyzer.modeling.trace import chain
 from kvskill.analyzer.modeling.values import Frame, Func, Instance, Tensor, Tup, Value
+from kvskill.analyzer.modeling.walk import Walk
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.textops import body_start, insert_before, names_read, replace_expr, whole_removal, wrap_expr
 from kvskill.source import SourceFile
 
-__all__ = ["Containers", "convert_containers", "find_containers"]
+__all__ = ["Containers", "convert_containers", "find_containers", "picks_tokens"]
+
+_PICKS = frozenset({"index_select", "gather", "getitem", "select", "narrow", "take_along_dim"})
 
 
 class Containers:
@@ -33,7 +36,8 @@ class Containers:
 
 
 def find_containers(facts: ModelFacts) -> Containers:
-    """Frames above the attention objects, in both runs."""
+    """Frames above the attention objects, in both runs, and the helpers of the same objects that they call with ids
+    or positions, or that pick tokens."""
     entries = {id(a.entry) for a in facts.attentions}
     frames: list[Frame] = []
     for run in (facts.prefill, facts.decode):
@@ -44,7 +48,35 @@ def find_containers(facts: ModelFacts) -> Containers:
                 for above in frame.chain()[1:]:
                     if above not in frames and id(above.func) not in entries:
                         frames.append(above)
+    owners = {id(f.self_) for f in frames}
+    helpers = {
+        id(f.func)
+        for run in (facts.prefill, facts.decode)
+        if run is not None
+        for f in run.walk.frames  # callers come before callees
+        if f not in frames and f.parent is not None and id(f.self_) in owners and _helps(run.walk, f)
+    }
+    for run in (facts.prefill, facts.decode):
+        for frame in run.walk.frames if run is not None else ():
+            if id(frame.func) in helpers and frame.parent in frames and frame not in frames:
+                frames.append(frame)
     return Containers(frames)
+
+
+def _helps(walk: Walk, frame: Frame) -> bool:
+    """Does the function take ids or positions as [B, S], or pick tokens of the hidden states?"""
+    if not isinstance(frame.func, ast.FunctionDef) or not frame.func.body:
+        return False
+    given = frame.env_before.get(id(frame.func.body[0]), {}).values()
+    if any(isinstance(v, Tensor) and _kind(v) in ("ids", "positions") and v.rank == 2 for v in given):
+        return True
+    return any(t.frame is frame and picks_tokens(t) for t in walk.tensors)
+
+
+def picks_tokens(t: Tensor) -> bool:
+    """Is it rows of the hidden states picked along the axes of requests and tokens?"""
+    mixed = t.attrs.get("mixed") or ()
+    return t.stream and t.op in _PICKS and any(a in ("B", "S") for dim in mixed for a in dim.atoms)
 
 
 def convert_containers(ctx: Context, containers: Containers, after: dict[int, int]) -> None:
@@ -69,14 +101,12 @@ def _gone(ctx: Context, func: ast.FunctionDef) -> set[int]:
 def _positions_at_entry(ctx: Context) -> None:
     """Padded models get their positions as [B, S]: one row of T tokens stands for it."""
     facts = ctx.facts
-    if facts.form != "padded-2d" or facts.entry is None:
+    if facts.form != "padded-2d" or facts.prefill is None:
         return
-    found = facts.entry.method("forward")
-    if found is None:
-        return
-    func, owner = found
-    names = [a.arg for a in func.args.args]
-    if "position_ids" in names:
+    for found in {id(f[0]): f for r in facts.prefill.roots if (f := r.cls.method("forward")) is not None}.values():
+        func, owner = found
+        if "position_ids" not in [a.arg for a in func.args.args]:
+            continue
         insert_before(
             ctx.edit_set(owner.file),
             body_start(func),
@@ -152,6 +182,13 @@ def _shim(
     frame: Frame,
 ) -> bool:
     """`input_ids.view(bs, -1)` and the like: ids stay packed, positions become one row."""
+    if _one_row(part, value):
+        base = _base(part, frame)
+        if base is None:
+            return False
+        _free_sizes(ctx, Func(func, file, frame.owner), part, base)
+        replace_expr(ctx.edit_set(file), part, file.segment(base), "tokens are packed already")
+        return True
     if ctx.facts.form != "packed-1d" or value.op not in LAYOUT | {"getitem"} or value.node is not part:
         return False
     kind = _kind(value)
@@ -188,6 +225,17 @@ def _shim(
     else:
         replace_expr(edits, part, text, "ids stay packed")
     return True
+
+
+def _one_row(part: ast.expr, value: Tensor) -> bool:
+    """Hidden states [B, S, H] seen as [1, B * S, H]: what packed tokens are without it."""
+    source = value.parents[0] if value.parents else None
+    if not isinstance(source, Tensor) or value.node is not part or value.op not in ("view", "reshape"):
+        return False
+    if not (value.stream and source.shape and value.shape and len(source.shape) == len(value.shape) == 3):
+        return False
+    rows = source.shape[0] * source.shape[1]
+    return source.shape[0] == Dim.atom("B") and value.shape == (const(1), rows, source.shape[2])
 
 
 def _free_sizes(ctx: Context, func: Func, part: ast.expr, base: ast.expr) -> None:

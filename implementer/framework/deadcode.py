@@ -7,6 +7,7 @@ import ast
 from kvskill.analyzer.modeling.values import Frame, Func
 from kvskill.implementer.framework.calls import drop_argument, drop_parameter, parameter_names
 from kvskill.implementer.framework.context import Context
+from kvskill.implementer.framework.deadvalues import dead_entries, dead_returns
 from kvskill.implementer.framework.starargs import drop_starred
 from kvskill.implementer.textops import names_read, remove_statements, replace_expr, statements, whole_removal
 
@@ -24,6 +25,8 @@ def sweep(ctx: Context, *, parameters: bool = True) -> None:
             changed |= _dead_parameters(ctx, ctx.functions[key], dropped)
         if parameters:
             changed |= drop_starred(ctx, {name for _, name in dropped})
+            changed |= dead_entries(ctx, lambda f, line: _all_reads(ctx, f, line), dropped)
+            changed |= dead_returns(ctx, lambda f, line: _all_reads(ctx, f, line))
         if not changed:
             return
 
@@ -145,6 +148,12 @@ def _reads(ctx: Context, func: Func, after: int = 0) -> set[str]:
             if isinstance(stmt, ast.AugAssign) and isinstance(stmt.target, ast.Name):
                 out.discard(stmt.target.id) if _only_self_update(stmt) else None
     return out
+
+
+def _all_reads(ctx: Context, func: Func, after: int) -> set[str]:
+    """What stays and what was added reads from line `after` on."""
+    later = {n for line, names in ctx.used_at.get(id(func.node), []) if after < line for n in names}
+    return _reads(ctx, func, after) | later
 
 
 def _only_self_update(stmt: ast.AugAssign) -> bool:

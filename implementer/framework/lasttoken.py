@@ -6,16 +6,13 @@ import ast
 
 from kvskill.analyzer.modeling.trace import ancestors, chain, stmt_in
 from kvskill.analyzer.modeling.values import Frame, Func, Tensor
-from kvskill.implementer.framework.container import Containers
+from kvskill.implementer.framework.container import Containers, picks_tokens
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.framework.threading import thread_metadata
 from kvskill.implementer.render import render
 from kvskill.implementer.textops import insert_after, insert_before, names_read, replace_expr, statements
 
 __all__ = ["convert_last_token"]
-
-_PICKS = frozenset({"index_select", "gather", "getitem", "select", "narrow", "take_along_dim"})
-
 
 def convert_last_token(ctx: Context, containers: Containers) -> dict[int, int]:
     """Replace the selection; returns {function: line from which hidden states have three axes again}."""
@@ -25,15 +22,25 @@ def convert_last_token(ctx: Context, containers: Containers) -> dict[int, int]:
     picks = [
         t
         for t in run.walk.tensors
-        if t.stream and t.op in _PICKS and t.frame in frames and _over_tokens(t) and not _inside_attention(ctx, t)
+        if picks_tokens(t) and t.frame in frames and not _inside_attention(ctx, t)
     ]
     if picks and all(_already_packed(t) for t in picks):
         return {}
-    if picks:
-        frame = picks[0].frame
-        assert frame is not None
-        return _replace(ctx, frame, picks)
-    return _add(ctx, frames)
+    after: dict[int, int] = {}
+    for root in run.roots:  # the drafting model has a head too
+        mine = [f for f in frames if f.chain()[-1].self_ is root]
+        here = [t for t in picks if t.frame in mine]
+        if not here:
+            after |= _add(ctx, mine)
+        for func in {id(t.frame.func): t for t in here if t.frame is not None}:
+            group = [t for t in here if t.frame is not None and id(t.frame.func) == func]
+            frame = group[0].frame
+            assert frame is not None
+            if func not in after:
+                after |= _replace(ctx, frame, [t for t in group if t.frame is frame])
+            else:
+                thread_metadata(ctx, frame, group[0].stmt)
+    return after
 
 
 def _already_packed(t: Tensor) -> bool:
@@ -42,11 +49,6 @@ def _already_packed(t: Tensor) -> bool:
     if not isinstance(source, Tensor) or source.rank != 2 or t.rank != 2 or chain(source)[-1].rank != 2:
         return False
     return any(a.op == "input:actual_seq_lengths_cu_q" for a in ancestors(t.parents[1:]))
-
-
-def _over_tokens(t: Tensor) -> bool:
-    mixed = t.attrs.get("mixed") or ()
-    return any(a in ("B", "S") for dim in mixed for a in dim.atoms)
 
 
 def _inside_attention(ctx: Context, t: Tensor) -> bool:
@@ -104,12 +106,16 @@ def _replace(ctx: Context, frame: Frame, picks: list[Tensor]) -> dict[int, int]:
     unit = ctx.unit(func, frame.file)
     edits = ctx.edit_set(frame.file)
     removed = {top}
+    asked = _asks_shape(frame, func, source, binder, top) if source == target else None
     for stmt in func.body[index + 1 :]:  # rearrangements of the picked token that follow
         value = stmt.value if isinstance(stmt, ast.Assign) else None
         if value is None or names_read([value]) & {target} == set() or not _reshapes(frame, stmt, target):
             break
         removed.add(stmt)
-    if binder is not None and source == target:
+    if asked is not None:  # the sizes that follow are those of the picked tokens
+        insert_before(edits, asked, text, "one row per request for the head", unit)
+        line = asked.lineno - 1
+    elif binder is not None and source == target:
         insert_after(edits, binder, text, "one row per request for the head", unit)
         line = binder.end_lineno or binder.lineno
     else:
@@ -119,6 +125,26 @@ def _replace(ctx: Context, frame: Frame, picks: list[Tensor]) -> dict[int, int]:
     ctx.bound_at.setdefault(id(func), []).append((line, {target}))
     ctx.mark_removed(Func(func, frame.file, frame.owner), removed)
     return {id(func): line}
+
+
+def _asks_shape(
+    frame: Frame, func: ast.FunctionDef, source: str, binder: ast.stmt | None, top: ast.stmt
+) -> ast.stmt | None:
+    """The first statement that asks the sizes of `source` between its binding and the selection; None when there is
+    none, or when something there reads the hidden states themselves."""
+    first = None
+    for stmt in func.body[func.body.index(binder) + 1 if binder is not None else 0 : func.body.index(top)]:
+        uses = [n for n in ast.walk(stmt) if isinstance(n, ast.Name) and n.id == source]
+        sizes = [
+            n.value
+            for n in ast.walk(stmt)
+            if isinstance(n, ast.Attribute) and n.attr in ("shape", "size") and isinstance(n.value, ast.Name)
+        ]
+        if any(u not in sizes for u in uses):
+            return None
+        if uses and first is None:
+            first = stmt
+    return first
 
 
 def _more_than_a_pick(frame: Frame, top: ast.stmt, picks: list[Tensor]) -> bool:

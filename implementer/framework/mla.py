@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 from kvskill.analyzer.data import load_yaml
-from kvskill.analyzer.modeling.facts import AttentionFacts, Binding
+from kvskill.analyzer.modeling.facts import AttentionFacts, Binding, Seam
 from kvskill.analyzer.modeling.mla import MlaFacts
 from kvskill.analyzer.modeling.mla_rope import FusedWrite
 from kvskill.analyzer.modeling.values import Const, ExtInstance, Func
@@ -25,7 +25,7 @@ from kvskill.implementer.textops import (
     whole_removal,
 )
 
-__all__ = ["convert_mla", "leftover_caches"]
+__all__ = ["convert_mla", "leftover_caches", "splits"]
 
 ABSORBED = ("absorbed_k", "absorbed_v")  # attributes that hold the two halves of the up projection
 METHOD = "split_up_projection"
@@ -36,8 +36,11 @@ _NAMES = (
 )
 
 
-def convert_mla(ctx: Context, facts: AttentionFacts, meta: str) -> None:
-    """All edits of one latent attention class. `meta` names the forward metadata in the seam's function."""
+def convert_mla(ctx: Context, facts: AttentionFacts, meta: str, meta_twin: str = "") -> None:
+    """All edits of one latent attention class.
+
+    `meta` names the forward metadata in the seam's function, `meta_twin` in the one that decode has of its own.
+    """
     mla = facts.mla
     assert mla is not None
     if not _fits(ctx, facts, mla):
@@ -69,7 +72,10 @@ def convert_mla(ctx: Context, facts: AttentionFacts, meta: str) -> None:
             f"The latent is written by slot into an ND cache, not by the fused operator: {mla.why_not_fused}.",
             "The result agrees without it; change the code if you want the fused write.",
         )
-    _replace(ctx, facts, mla, fused, meta)
+    _replace(ctx, facts, facts.seam, mla, fused, meta)
+    if mla.twin is not None:
+        seam, twin = mla.twin
+        _replace(ctx, facts, seam, twin, twin.fused if fused is not None else None, meta_twin)
     adapt_block(ctx, Func(facts.entry, facts.file, facts.cls), facts.stream_params, facts.reps)
     _declare(ctx, facts, mla)
     _drop_init_cache(ctx, mla)
@@ -98,9 +104,17 @@ def _fits(ctx: Context, facts: AttentionFacts, mla: MlaFacts) -> bool:
             f"The operator does not take {facts.cls.name}'s {'; '.join(bad)} ({limits.profile}).",
             "Keep the Legacy cache, or pad by hand.",
         )
-    module = facts.reps[0].attrs.get(mla.up)
-    assert isinstance(module, ExtInstance)
-    if module.kwargs.get("bias") != Const(False):
+    if splits(mla) and mla.up is None:
+        ctx.refuse(
+            facts.file,
+            facts.cls.node,
+            "KV270",
+            f"{facts.cls.name} multiplies by halves of the up projection in one phase and by neither in the other.",
+            "Use the halves in both phases, or the projection in both.",
+        )
+        return False
+    module = facts.reps[0].attrs.get(mla.up) if mla.up is not None else None
+    if mla.up is not None and not (isinstance(module, ExtInstance) and module.kwargs.get("bias") == Const(False)):
         ctx.refuse(
             facts.file,
             facts.cls.node,
@@ -118,8 +132,9 @@ def _fits(ctx: Context, facts: AttentionFacts, mla: MlaFacts) -> bool:
             "Drop `overrides.mla_prefill`, or write this phase by hand.",
         )
         return False
-    taken = [n for n in (*ABSORBED, *CACHES) if n in facts.reps[0].attrs and n not in mla.caches]
-    if taken or facts.cls.method(METHOD) is not None:
+    own = ABSORBED if splits(mla) else ()
+    taken = [n for n in (*own, *CACHES) if n in facts.reps[0].attrs and n not in mla.caches]
+    if taken or (splits(mla) and facts.cls.method(METHOD) is not None):
         ctx.refuse(
             facts.file,
             facts.cls.node,
@@ -131,8 +146,15 @@ def _fits(ctx: Context, facts: AttentionFacts, mla: MlaFacts) -> bool:
     return not bad
 
 
-def _replace(ctx: Context, facts: AttentionFacts, mla: MlaFacts, fused: FusedWrite | None, meta: str) -> None:
-    seam = facts.seam
+def splits(mla: MlaFacts) -> bool:
+    """Must the class split its up projection? Not where all the code that multiplies by halves has its own."""
+    late = mla.twin[1] if mla.twin is not None else mla
+    return late.halves is None
+
+
+def _replace(
+    ctx: Context, facts: AttentionFacts, seam: Seam, mla: MlaFacts, fused: FusedWrite | None, meta: str
+) -> None:
     file, func = seam.file, seam.func
     torch = ctx.torch_name(file)
     if torch is None:
@@ -156,7 +178,7 @@ def _replace(ctx: Context, facts: AttentionFacts, mla: MlaFacts, fused: FusedWri
         fa_version=ctx.manifest.fa_version.value,
         rope_op_version=ctx.manifest.target.kv_rmsnorm_rope_version,
         n=n,
-        q_nope=to_tnd(mla.q_nope, seam.heads_expr, mla.nope),
+        q_nope=to_tnd(mla.q_nope, seam.heads_expr, mla.rank if mla.absorbed else mla.nope),
         q_rope=to_tnd(mla.q_rope, seam.heads_expr, mla.rope),
         latent=latent,
         k_rope=_rows(mla.k_rope, mla.rope),
@@ -172,13 +194,16 @@ def _replace(ctx: Context, facts: AttentionFacts, mla: MlaFacts, fused: FusedWri
         nope=mla.nope,
         rope=mla.rope,
         v=mla.v,
-        absorbed_k=ABSORBED[0],
-        absorbed_v=ABSORBED[1],
+        absorbed_k=(mla.halves or ABSORBED)[0],
+        absorbed_v=(mla.halves or ABSORBED)[1],
+        halves=mla.halves is not None,
+        absorbed=mla.absorbed,
+        phase=mla.phase,
         scale=seam.scale_expr,
         host_lists="actual_seq_lengths_list_kv" in ctx.manifest.target.forward_metadata_fields,
         graph_test=_graph_test(ctx, facts),
         extra=seam.extra,
-        out={"name": seam.out.name, "text": from_tnd(seam.out)},
+        out={"name": seam.out.name, "text": _outcome(seam.out, mla.absorbed)},
     )
     insert_before(edits, seam.anchor, text, "paged latent attention", unit)
     line = seam.anchor.lineno
@@ -191,6 +216,13 @@ def _replace(ctx: Context, facts: AttentionFacts, mla: MlaFacts, fused: FusedWri
     ctx.use_at(func, line, read)
     ctx.use(func, {meta.split("[")[0].split(".")[0], me})
     ctx.remove_seam(seam)
+
+
+def _outcome(out: Binding, absorbed: bool) -> str:
+    """What the code that follows reads: the template gives [T, N, v], or [N, T, rank] where absorbed."""
+    if not absorbed:
+        return from_tnd(out)
+    return out.name if out.layout == "NTD" else from_tnd(Binding(f"{out.name}.transpose(0, 1)", out.layout))
 
 
 def names_in(expr: str) -> set[str]:
@@ -234,8 +266,9 @@ def _declare(ctx: Context, facts: AttentionFacts, mla: MlaFacts) -> None:
     if ctx.manifest.target.block_size_on == "entry" and infer is not None:
         block_size = f"{infer}.scheduler_config.block_size"
     lines = [f"{me}.{name} = {torch}.Tensor([])" for name in CACHES if name not in mla.caches]
-    lines.append("# halves of the up projection, filled after loading")
-    lines.append(f"{me}.{ABSORBED[0]} = {me}.{ABSORBED[1]} = None")
+    if splits(mla):
+        lines.append("# halves of the up projection, filled after loading")
+        lines.append(f"{me}.{ABSORBED[0]} = {me}.{ABSORBED[1]} = None")
     if _graph_test(ctx, facts):
         lines.append(f'{me}.paged_ge_graph = {infer}.model_config.exe_mode == "ge_graph"')
     entries = render(
@@ -254,7 +287,7 @@ def _declare(ctx: Context, facts: AttentionFacts, mla: MlaFacts) -> None:
     )
     ctx.imports.setdefault(owner.file.shown, set()).add("CacheEntry")
     edits = ctx.edit_set(owner.file)
-    method = render(
+    method = "" if not splits(mla) else render(
         "framework/mla_absorb",
         me=me,
         method=METHOD,
@@ -278,7 +311,8 @@ def _declare(ctx: Context, facts: AttentionFacts, mla: MlaFacts) -> None:
         gone.discard(last)
     else:
         insert_after(edits, last, text, "latent cache entries", unit)
-    insert_after(edits, init, "\n" + method, "absorbed weights", unit)
+    if method:
+        insert_after(edits, init, "\n" + method, "absorbed weights", unit)
     if gone:
         ctx.mark_removed(Func(init, owner.file, owner), gone)
 
@@ -335,6 +369,8 @@ def leftover_caches(ctx: Context) -> None:
             gone.update(id(n) for n in ast.walk(stmt))
     for stmts in ctx.rewritten.values():
         gone.update(id(n) for stmt in stmts for n in ast.walk(stmt))
+    for cls in ctx.facts.program.classes():
+        gone.update(id(n) for item in cls.node.body if id(item) in ctx.unrun for n in ast.walk(item))
     for facts in names.values():
         if facts.mla is not None and facts.mla.init_cache is not None:
             gone.update(id(n) for n in ast.walk(facts.mla.init_cache[0]))

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 
-from kvskill.analyzer.modeling.run import submodules
-from kvskill.analyzer.modeling.values import Instance, Ref, Tensor
+from kvskill.analyzer.modeling.run import LOADED, submodules
+from kvskill.analyzer.modeling.values import Instance, ModuleSeq, Ref, Tensor, Value
 from kvskill.implementer.framework.attention import init_expr
 from kvskill.implementer.framework.context import Context
-from kvskill.implementer.framework.mla import METHOD
+from kvskill.implementer.framework.mla import METHOD, splits
 from kvskill.implementer.render import render
 from kvskill.implementer.textops import body_start, insert_after, insert_before
 
 __all__ = ["add_mla_interface"]
-
-_HOOK = "process_weights_after_loading"
 
 
 def add_mla_interface(ctx: Context) -> None:
@@ -56,10 +54,14 @@ def add_mla_interface(ctx: Context) -> None:
     if missing:
         caches = f"[replace(entry, block_size=block_size) for entry in {item}.cache_entries]"
         ctx.imports.setdefault(owner.file.shown, set()).add("replace")
+    keyed = _keyed(ctx, place)
+    if keyed is None:
+        return
     text = render(
         "framework/mla_cache_info",
         me="self",
-        layers=layers,
+        layers="layers" if keyed else layers,
+        keyed=layers if keyed else None,
         sublayers=sublayers,
         caches=caches,
         block_size=block_size,
@@ -69,32 +71,66 @@ def add_mla_interface(ctx: Context) -> None:
     )
     ctx.imports.setdefault(owner.file.shown, set()).update({"LayerCacheInfo", "ModelCacheInfo"})
     loop = f"for layer in {layers}:\n"
+    if keyed:
+        loop = f'layers = {layers}\nfor layer in layers.values() if hasattr(layers, "values") else layers:\n'
     if sublayers:
         loop += f"    for attention in layer{sublayers}:\n        attention.{METHOD}()\n"
     else:
         loop += f"    layer{attention}.{METHOD}()\n"
     unit = ctx.unit(func, owner.file)
-    hook = entry.method(_HOOK)
-    if hook is None:
+    hook = entry.method(LOADED)
+    if not any(splits(a.mla) for a in facts.attentions if a.mla is not None):
+        pass  # the class's own halves are filled by its own code
+    elif hook is None:
         body = "".join(f"    {line}\n" for line in loop.splitlines())
         doc = '    """Called once the weights are loaded: latent attention splits its up projections."""\n'
-        text += f"\ndef {_HOOK}(self):\n{doc}{body}"
+        text += f"\ndef {LOADED}(self):\n{doc}{body}"
     elif hook[1].file is entry.file:
         first = body_start(hook[0])
         insert_before(ctx.edit_set(hook[1].file), first, loop, "absorbed weights", ctx.unit(hook[0], hook[1].file))
     else:
-        ctx.refuse(hook[1].file, hook[0], "KV297", f"`{_HOOK}` is inherited from another file.", "Override it.")
+        ctx.refuse(hook[1].file, hook[0], "KV297", f"`{LOADED}` is inherited from another file.", "Override it.")
         return
     insert_after(ctx.edit_set(owner.file), func, "\n" + text, "report the caches", unit)
+
+
+def _keyed(ctx: Context, place: tuple[str, str, str]) -> bool | None:
+    """Are the drafting model's layers in a dict? None with a refusal where it does not get the model's methods, or
+    keeps its attention objects elsewhere."""
+    run, entry = ctx.facts.prefill, ctx.facts.entry
+    assert run is not None and entry is not None
+    if run.draft is None:
+        return False
+    cls = run.draft.cls
+    methods = [cls.method(n) for n in ("get_cache_info", LOADED)]
+    mine = [entry.method(n) for n in ("get_cache_info", LOADED)]
+    if entry not in cls.mro() or methods != mine or _places(ctx, run.draft) != {place}:
+        ctx.refuse(
+            cls.file,
+            cls.node,
+            "KV223",
+            f"The drafting model {cls.name} does not get its cache entries from {entry.name}.",
+            "Derive it from the model's class and keep its layers under the same name, or convert both by hand.",
+        )
+        return None
+    value: Value | None = run.draft
+    for part in place[0].split(".")[1:]:
+        value = value.attrs.get(part) if isinstance(value, Instance) else None
+    return isinstance(value, ModuleSeq) and value.keys is not None
 
 
 def _place(ctx: Context) -> tuple[str, str, str] | None:
     """(`self.model.layers`, `.self_attn`, ``) or, with several attention objects per layer, (.., ``, `.self_attn`)."""
     run = ctx.facts.prefill
     assert run is not None
+    found = _places(ctx, run.root)
+    return next(iter(found)) if found is not None and len(found) == 1 else None
+
+
+def _places(ctx: Context, root: Instance) -> set[tuple[str, str, str]] | None:
     wanted = {a.cls for a in ctx.facts.attentions}
     found: set[tuple[str, str, str]] = set()
-    for module in submodules(run.root):
+    for module in submodules(root):
         if module.cls not in wanted or not _owns_cache(module):
             continue
         match = re.fullmatch(
@@ -104,7 +140,7 @@ def _place(ctx: Context) -> tuple[str, str, str] | None:
             return None
         tail = match["tail"]
         found.add((f"self.{match['head']}", "" if match["sub"] else tail, tail if match["sub"] else ""))
-    return next(iter(found)) if len(found) == 1 else None
+    return found
 
 
 def _owns_cache(module: Instance) -> bool:

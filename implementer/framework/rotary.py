@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 
 from kvskill.analyzer.modeling.trace import ancestors, root_of
-from kvskill.analyzer.modeling.values import Const, Frame, Func, Tensor, Value
+from kvskill.analyzer.modeling.values import Const, Frame, Func, Scalar, Tensor, Unknown, Value
 from kvskill.analyzer.modeling.walk import Test
 from kvskill.implementer.framework.calls import add_argument, add_parameter
 from kvskill.implementer.framework.container import Containers
@@ -30,6 +30,10 @@ def convert_rotary(ctx: Context, containers: Containers) -> None:
             continue
         done.add(id(t.node))
         _by_position(ctx, containers, t, t.frame)
+    for t in run.walk.tensors:
+        if _by_length(t) and t.frame is not None and id(t.node) not in done and _feeds_attention(ctx, t):
+            done.add(id(t.node))
+            _as_decode(ctx, t, t.frame)
 
 
 def _by_count(t: Tensor) -> bool:
@@ -45,6 +49,70 @@ def _by_count(t: Tensor) -> bool:
     return bool(parts) and isinstance(parts[0], slice) and any(a in ("S", "B") for a in t.shape[0].atoms)
 
 
+def _by_length(t: Tensor) -> bool:
+    """`table[:length]` with a length read from a tensor or a loop: rows counted request by request."""
+    if t.op != "getitem" or not isinstance(t.node, ast.Subscript) or t.stream or not t.parents:
+        return False
+    table = t.parents[0]
+    if not isinstance(table, Tensor) or any(a.op.startswith("input:") or a.stream for a in ancestors([table])):
+        return False
+    parts = t.attrs.get("parts") or []
+    if not parts or not isinstance(parts[0], slice) or parts[0].stop is None:
+        return False
+    stop = parts[0].stop
+    return isinstance(stop, (Unknown, Tensor)) or (isinstance(stop, Scalar) and (stop.dim is None or stop.dim.wild))
+
+
+def _as_decode(ctx: Context, t: Tensor, frame: Frame) -> None:
+    """Rows by request in prefill, by position in decode: both phases read by position as decode does."""
+    func = frame.func
+    branch = _phase_branch(ctx, frame, t.node) if t.node is not None else None
+    if not isinstance(func, ast.FunctionDef) or branch is None:
+        _refuse(ctx, t, frame)
+        return
+    test, in_body = branch
+    if id(test) in ctx.dropped_args:
+        return  # its sibling (sine beside cosine) was here
+    late = test.orelse if in_body else test.body
+    nodes = {id(n) for s in late for n in ast.walk(s)}
+    decode = ctx.facts.decode
+    assert decode is not None
+    reads = [x for x in decode.walk.tensors if x.frame is not None and x.frame.func is func and id(x.node) in nodes]
+    picked = {id(n): n for x in reads if (n := _index_node(x)) is not None}
+    name = _positions_of(ctx, func)
+    if not picked or name is None:
+        _refuse(ctx, t, frame)
+        return
+    for node in picked.values():
+        replace_expr(ctx.edit_set(frame.file), node, f"{name}.view(-1)", "rows by position")
+        ctx.freed.setdefault(id(func), set()).update(names_read([node]))
+        ctx.dropped_args.add(id(node))
+    ctx.use(func, {name})
+    _keep_side(ctx, frame, test, not in_body)
+
+
+def _index_node(t: Tensor) -> ast.expr | None:
+    """The expression of the positions by which a table's rows are picked."""
+    if t.op == "index_select" and isinstance(t.node, ast.Call) and len(t.parents) > 1:
+        given = [k.value for k in t.node.keywords if k.arg == "index"] or t.node.args[-1:]
+        root = root_of(t.parents[-1])
+        return given[0] if given and root is not None and root.op == "input:position_ids" else None
+    if t.op == "getitem" and isinstance(t.node, ast.Subscript) and len(t.parents) == 2:
+        root = root_of(t.parents[1])
+        return t.node.slice if root is not None and root.op == "input:position_ids" else None
+    return None
+
+
+def _refuse(ctx: Context, t: Tensor, frame: Frame) -> None:
+    ctx.refuse(
+        frame.file,
+        t.node or frame.file.tree,
+        "KV215",
+        "A rotary table is read by token count, and position_ids do not reach this function.",
+        "Pick the rows by position_ids.",
+    )
+
+
 def _feeds_attention(ctx: Context, t: Tensor) -> bool:
     run = ctx.facts.prefill
     assert run is not None
@@ -58,15 +126,9 @@ def _by_position(ctx: Context, containers: Containers, t: Tensor, frame: Frame) 
     assert isinstance(node, ast.Subscript)
     if not isinstance(func, ast.FunctionDef):
         return
-    name = _positions(ctx, frame)
+    name = _positions_of(ctx, func)
     if name is None:
-        ctx.refuse(
-            frame.file,
-            node,
-            "KV215",
-            "A rotary table is read by token count, and position_ids do not reach this function.",
-            "Pick the rows by position_ids.",
-        )
+        _refuse(ctx, t, frame)
         return
     file = frame.file
     base = file.segment(node.value)
@@ -74,7 +136,15 @@ def _by_position(ctx: Context, containers: Containers, t: Tensor, frame: Frame) 
     ctx.use(func, {name})
     branch = _phase_branch(ctx, frame, node)
     if branch is not None:
-        _keep_prefill(ctx, frame, *branch)
+        _keep_side(ctx, frame, *branch)
+
+
+def _positions_of(ctx: Context, func: ast.FunctionDef) -> str | None:
+    """The name of position_ids in a function, passed on along every chain of calls that leads there in prefill."""
+    run = ctx.facts.prefill
+    assert run is not None
+    names = {_positions(ctx, f) for f in ctx.frames_of(func) if f in run.walk.frames}
+    return next(iter(names)) if len(names) == 1 else None
 
 
 def _positions(ctx: Context, frame: Frame) -> str | None:
@@ -110,7 +180,7 @@ def _thread_positions(ctx: Context, frame: Frame) -> str | None:
     add_argument(ctx, parent.file, call, name, source)
     ctx.use(func, {name})
     if isinstance(parent.func, ast.FunctionDef):
-        ctx.use(parent.func, {source})
+        ctx.use_at(parent.func, call.lineno, {source})
     return name
 
 
@@ -135,8 +205,8 @@ def _decode_value(ctx: Context, test: Test) -> Value | None:
     return next((t.value for t in run.walk.tests if t.node is test.node), None)
 
 
-def _keep_prefill(ctx: Context, frame: Frame, branch: ast.If, in_body: bool) -> None:
-    """Both phases now read by position: the prefill side stays, the test and the decode side go."""
+def _keep_side(ctx: Context, frame: Frame, branch: ast.If, in_body: bool) -> None:
+    """Both phases now read by position: one side stays (the body with `in_body`), the test and the other side go."""
     func, file = frame.func, frame.file
     assert isinstance(func, ast.FunctionDef)
     kept, gone = (branch.body, branch.orelse) if in_body else (branch.orelse, branch.body)

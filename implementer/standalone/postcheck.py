@@ -49,7 +49,7 @@ def postcheck_standalone(plan: Plan, facts: ModelFacts, config: Mapping[str, Any
             if isinstance(node, ast.Attribute) and node.attr in ("scatter_update_", "scatter_update"):
                 out.append(_finding(attention.file.shown, f"{attention.cls.name} still writes by row."))
     out.extend(_finding(h.span.path, h.fact) for h in find_hazards(list(files.values())))
-    program = bind_files({k: f for k, f in files.items() if k in facts.program.modules})
+    program = bind_files({k: f for k, f in files.items() if k in facts.program.modules}, facts.program.root)
     entry = program.find(facts.entry.name)
     assert entry is not None
     settings = settings_of(program, entry, config)

@@ -27,6 +27,7 @@ _CHECK_CODES = {
     ),
     "run.staggered": ("KV417", "A result depends on the batch row, on neighbours, or on blocks nobody owns."),
     "run.split": ("KV424", "Prefill and decode must compute the same: compare their two attention calls."),
+    "run.greedy": ("KV423", "Drafts must not change what the model chooses: look at its decode with several queries."),
     "run.draft": (
         "KV423",
         "Compare the draft model's attention with the Legacy one: arguments are threaded anew there.",

@@ -65,6 +65,7 @@ def run_target(job: dict[str, Any], result: dict[str, Any]) -> None:
 
     target = start_target(job, result, on_cache_info)
     result["versions"] = _versions()
+    result["padded"] = target.padded
     from kvskill.verifier.child.links import init_link
 
     init_link(target, seen[0] if seen else None, caches, result)

@@ -100,7 +100,8 @@ class ExecutionEngine:
         batch.build_tensors_from_requests()
         batch.input_ids = batch.input_ids.to(self.device)
         inputs = self._build_model_inputs(batch.input_ids, batch.is_prefill, batch, batch.cycle_idx)
-        logits, seconds = self.main_worker.inference(inputs, is_prefill=batch.is_prefill)
+        output, seconds = self.main_worker.inference(inputs, is_prefill=batch.is_prefill)
+        logits = output[0] if isinstance(output, tuple) else output  # (logits, hidden states for a draft model)
         if batch.is_prefill:
             set_forward_metadata(kv_len=inputs["position_ids"].amax(dim=1))
         next_tokens = self._sample_tokens(batch, logits)
