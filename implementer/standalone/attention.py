@@ -12,7 +12,9 @@ from kvskill.implementer.framework.context import Context
 from kvskill.implementer.render import render
 from kvskill.implementer.textops import insert_before
 
-__all__ = ["convert_attention"]
+__all__ = ["META", "convert_attention"]
+
+META = "forward_metadata"  # the name under which the step travels
 
 # fresh names of the template
 _LOCALS = [
@@ -138,7 +140,7 @@ def _is(value: Value, inst: Value | None, name: str) -> bool:
 def _thread(ctx: Context, facts: AttentionFacts) -> str | None:
     """Add a `forward_metadata` parameter from the entry's forward down to the seam; returns its name there."""
     seam = facts.seam
-    name = "forward_metadata"
+    name = META
     for frame in ctx.frames_of(seam.func):
         current: Frame | None = frame
         while current is not None:

@@ -63,8 +63,8 @@ def _keyword(node: ast.Call, name: str) -> ast.expr | None:
     return next((k.value for k in node.keywords if k.arg == name), None)
 
 
-def convert_loop(ctx: Context, loop: Loop, me: str) -> bool:
-    """All edits of one loop; False when a part of it was refused."""
+def convert_loop(ctx: Context, loop: Loop, me: str, picked: bool = False) -> bool:
+    """All edits of one loop; False when a part of it was refused. `picked`: the model picks each row's last token."""
     node, file = loop.inside.node, loop.inside.file
     mask = _mask(node)
     if mask is None:
@@ -83,7 +83,7 @@ def convert_loop(ctx: Context, loop: Loop, me: str) -> bool:
         _refuse(ctx, file, loop.prefill, "the prefill call does not pass position_ids by name")
         return False
     decode_loop = _around(node, loop.decode)
-    picks = _picks(node, loop)
+    picks = [] if picked else _picks(node, loop)
     if decode_loop is None or picks is None:
         what = "decode is not in a loop" if decode_loop is None else "the next token is not taken from `[:, -1]`"
         _refuse(ctx, file, loop.decode if decode_loop is None else loop.prefill, what)

@@ -6,10 +6,8 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
-from kvskill.analyzer.modeling.dims import Dim
 from kvskill.analyzer.modeling.facts import ModelFacts
 from kvskill.analyzer.modeling.trace import ancestors
-from kvskill.analyzer.modeling.values import Tensor
 from kvskill.analyzer.runner.files import functions, leaf
 from kvskill.analyzer.runner.walkrun import CACHES
 from kvskill.diagnostics import Diagnostic, Severity, Span
@@ -20,6 +18,7 @@ from kvskill.implementer.plan import Plan
 from kvskill.implementer.standalone.allocation import Allocation, convert_allocation, find_allocations
 from kvskill.implementer.standalone.attention import convert_attention
 from kvskill.implementer.standalone.helpers import helper_names, insert_helpers
+from kvskill.implementer.standalone.pick import convert_pick
 from kvskill.implementer.standalone.loop import convert_loop, find_loops
 from kvskill.implementer.standalone.prepare import convert_prepare, find_prepare
 from kvskill.manifest import Manifest
@@ -38,8 +37,9 @@ def build_standalone_plan(facts: ModelFacts, manifest: Manifest, config: Mapping
             return Plan({}, (_head_size(facts, group.prefill.layout),))
     for attention in facts.attentions:
         convert_attention(ctx, attention)
+    picked = convert_pick(ctx)
     sweep(ctx, parameters=False)
-    _convert_host(ctx, config)
+    _convert_host(ctx, config, picked)
     _other_readers(ctx)
     settle_names(ctx)
     write_removals(ctx)
@@ -47,7 +47,7 @@ def build_standalone_plan(facts: ModelFacts, manifest: Manifest, config: Mapping
     return Plan({k: v for k, v in ctx.edits.items() if v.edits}, tuple(dict.fromkeys(ctx.findings)))
 
 
-def _convert_host(ctx: Context, config: Mapping[str, Any]) -> None:
+def _convert_host(ctx: Context, config: Mapping[str, Any], picked: bool) -> None:
     """Allocation, and whoever prepares the model's inputs."""
     entry = ctx.facts.entry
     assert entry is not None
@@ -73,7 +73,7 @@ def _convert_host(ctx: Context, config: Mapping[str, Any]) -> None:
     me = alloc.inside.node.args.args[0].arg
     prepared = find_prepare(file, alloc.inside.owner)
     if prepared is not None:
-        if _prefill_logits(ctx) == "all":
+        if not picked:
             _refuse_logits(ctx)
         convert_prepare(ctx, prepared[0], prepared[1], prepared[0].node.args.args[0].arg)
         _wrappers(ctx)
@@ -90,16 +90,7 @@ def _convert_host(ctx: Context, config: Mapping[str, Any]) -> None:
             "Call the model by keywords, with is_prefill=True once and is_prefill=False once.",
         )
         return
-    if _prefill_logits(ctx) == "one":
-        ctx.refuse(
-            entry.file,
-            entry.node,
-            "KV290",
-            "The model already picks one prompt token, and the runner takes the last column of it.",
-            "Return the logits of all prompt tokens, or pick by row in the model.",
-        )
-        return
-    convert_loop(ctx, loops[0], me)
+    convert_loop(ctx, loops[0], me, picked)
 
 
 def _by_position(ctx: Context) -> bool:
@@ -116,28 +107,6 @@ def _by_position(ctx: Context) -> bool:
     return True
 
 
-def _prefill_logits(ctx: Context) -> str:
-    """Does prefill give logits for all columns, for one, or is it not known?"""
-    run = ctx.facts.prefill
-    assert run is not None
-    value = run.result
-    found = [value] if isinstance(value, Tensor) else [v for v in _inside(value) if isinstance(v, Tensor)]
-    for t in found:
-        if t.shape is not None and len(t.shape) == 3:
-            return "all" if t.shape[1] == Dim.atom("S") else "one"
-    return "unknown"
-
-
-def _inside(value: object) -> list[object]:
-    for name in ("items", "kwargs", "attrs"):
-        held = getattr(value, name, None)
-        if isinstance(held, list):
-            return list(held)
-        if isinstance(held, dict) and held:
-            return list(held.values())
-    return []
-
-
 def _refuse_logits(ctx: Context) -> None:
     entry = ctx.facts.entry
     assert entry is not None
@@ -145,7 +114,7 @@ def _refuse_logits(ctx: Context) -> None:
         entry.file,
         entry.node,
         "KV290",
-        "The model gives logits for all prompt columns while its inputs are prepared elsewhere than in the loop.",
+        "The model picks no prompt token before its head, and its inputs are prepared elsewhere than in the loop.",
         "Pick each row's last token in the model's forward.",
     )
 

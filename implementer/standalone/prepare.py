@@ -7,7 +7,7 @@ import ast
 from kvskill.analyzer.runner.files import Function, functions, leaf, own_name
 from kvskill.analyzer.runner.walkrun import CACHES
 from kvskill.implementer.framework.context import Context
-from kvskill.implementer.textops import body_start, insert_before
+from kvskill.implementer.textops import body_start, insert_before, remove_statements, statements
 from kvskill.source import SourceFile
 
 __all__ = ["convert_prepare", "find_prepare"]
@@ -59,13 +59,27 @@ def convert_prepare(ctx: Context, func: Function, made: ast.Dict, me: str) -> bo
             "Let `kv_len` be the number of cached tokens before the step.",
         )
         return False
+    stale = _stale_positions(node)
+    if isinstance(stale, ast.AST):
+        ctx.refuse(
+            file,
+            stale,
+            "KV290",
+            "`position_ids` is bound here in a way that is not understood.",
+            "Bind it by plain assignments.",
+        )
+        return False
     text = (
-        "# the step in the paged cache: slots, lengths and table, from the padding mask or the cached lengths\n"
+        "# the step in the paged cache: slots, lengths and table, from the padding mask or the tokens cached so far\n"
         "if is_prefill:\n"
         f"    forward_metadata = {me}.paged_kv.prefill(attention_mask)\n"
         "else:\n"
+        f"    kv_len = {me}.paged_kv.kv_len  # tokens in the cache, by row\n"
         f"    forward_metadata = {me}.paged_kv.decode(kv_len)\n"
     )
+    if any(isinstance(k, ast.Constant) and k.value == "position_ids" for k in made.keys):
+        text += "position_ids = forward_metadata.position_ids\n"
+        remove_statements(ctx.edit_set(file), node, set(stale), "positions by row come from the metadata")
     edits = ctx.edit_set(file)
     insert_before(edits, _after_checks(node), text, "metadata of the step", ctx.unit(node, file))
     first = made.keys[0]
@@ -108,3 +122,27 @@ def _positions(node: ast.FunctionDef) -> ast.expr | None:
             if "kv_len" in names and any(isinstance(x, ast.BinOp) for x in ast.walk(n.value)):
                 return n.value
     return None
+
+
+def _stale_positions(node: ast.FunctionDef) -> list[ast.stmt] | ast.stmt:
+    """Statements that only bind or change `position_ids`; the first one that does more."""
+    out: list[ast.stmt] = []
+    for s in statements(node.body):
+        targets = s.targets if isinstance(s, ast.Assign) else [s.target] if isinstance(s, ast.AugAssign) else []
+        if any(own_name(t) == "position_ids" for t in targets) and len(targets) == 1:
+            out.append(s)
+        elif any(isinstance(n, ast.Name) and n.id == "position_ids" for t in targets for n in ast.walk(t)):
+            return s
+        elif isinstance(s, ast.Expr) and _in_place(s.value):
+            out.append(s)
+    return out
+
+
+def _in_place(node: ast.expr) -> bool:
+    """`position_ids.masked_fill_(..)` and its like."""
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr.endswith("_")
+        and own_name(node.func.value) == "position_ids"
+    )
