@@ -18,8 +18,8 @@ from kvskill.implementer.plan import Plan
 from kvskill.implementer.standalone.allocation import Allocation, convert_allocation, find_allocations
 from kvskill.implementer.standalone.attention import convert_attention
 from kvskill.implementer.standalone.helpers import helper_names, insert_helpers
-from kvskill.implementer.standalone.pick import convert_pick
 from kvskill.implementer.standalone.loop import convert_loop, find_loops
+from kvskill.implementer.standalone.pick import convert_pick
 from kvskill.implementer.standalone.prepare import convert_prepare, find_prepare
 from kvskill.manifest import Manifest
 

@@ -30,7 +30,7 @@ def test_case_agrees_with_its_before_state_and_hf(case: Callable[[str], Any], na
     oracles = {c.oracle for c in report.comparisons}
     assert oracles == {"old, right", "old, left", "HF, right", "HF, left"}
     assert max(c.relative for c in report.comparisons) < 1e-5
-    assert all(check.ok for check in report.checks) and len(report.checks) == 5
+    assert all(check.ok for check in report.checks) and len(report.checks) == 10
     assert any("decode step, median" in n and "old" in n and "new" in n for n in report.notes)
 
 

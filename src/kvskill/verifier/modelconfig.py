@@ -20,7 +20,7 @@ from kvskill.diagnostics import Diagnostic, InputError, Severity, Span
 from kvskill.source import read_source
 from kvskill.verifier.discover import ModelUnderTest
 
-__all__ = ["BaseConfig", "SmallConfig", "base_config", "shrink"]
+__all__ = ["BaseConfig", "SmallConfig", "base_config", "shrink", "text_settings"]
 
 VOCAB = 320
 WIDTH = 64
@@ -164,7 +164,7 @@ def shrink(base: BaseConfig, model: ModelUnderTest, tp: int = 1, mtp: bool = Fal
     values: dict[str, Any] = json.loads(json.dumps(base.values))
     for key in DROPPED:
         values.pop(key, None)
-    inner = next((values[k] for k in SHARED_NESTS if isinstance(values.get(k), dict)), values)
+    inner = text_settings(values)
     before = dict(inner)
     notes: list[str] = []
     if base.values.get("quantization_config"):
@@ -189,6 +189,11 @@ def shrink(base: BaseConfig, model: ModelUnderTest, tp: int = 1, mtp: bool = Fal
     return SmallConfig(
         values, window, int(inner.get("num_hidden_layers", inner.get("num_layers", 0))), changes, tuple(notes)
     )
+
+
+def text_settings(values: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config: the nested one, or the config itself."""
+    return next((values[k] for k in SHARED_NESTS if isinstance(values.get(k), dict)), values)
 
 
 def _short(value: Any) -> str:
