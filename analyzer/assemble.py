@@ -14,6 +14,7 @@ from kvskill.analyzer.gather import Gathered
 from kvskill.analyzer.modeling.facts import ModelFacts
 from kvskill.analyzer.progress import find_progress
 from kvskill.analyzer.resolve import shown_path
+from kvskill.analyzer.runner.files import folder_files
 from kvskill.analyzer.selection.code import CodeView
 from kvskill.analyzer.selection.decide import Selection
 from kvskill.analyzer.selection.limits import limits_for
@@ -119,6 +120,8 @@ def input_files(base: Gathered, modeling: Sequence[str]) -> tuple[InputFile, ...
     if progress is not None:
         paths.append(progress)
     paths.extend(sorted(place.model_dir.glob("runner_*.py")))
+    if base.deployment.decision.value == "standalone":  # caches may be allocated in any file of the folder
+        paths.extend(f.path for f in folder_files(place.model_dir, place.root))
     found: dict[str, str] = {}
     for path in paths:
         try:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ast
 
+from kvskill.analyzer.modeling.dims import const
 from kvskill.analyzer.modeling.shapes import LAYOUT
 from kvskill.analyzer.modeling.trace import ancestors
-from kvskill.analyzer.modeling.values import Frame, Func, Tensor
+from kvskill.analyzer.modeling.values import Frame, Func, Tensor, Value
 from kvskill.analyzer.runner.files import leaf
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.framework.threading import thread_metadata
@@ -32,7 +33,35 @@ def convert_pick(ctx: Context) -> bool:
     nodes = {id(t.node): t for t in picks}
     for pick in nodes.values():
         _replace(ctx, pick)
+    entry = ctx.facts.entry
+    if picks and entry is not None and not _one_column(run.result):
+        ctx.refuse(
+            entry.file,
+            entry.node,
+            "KV290",
+            "A prompt token is picked in some cases only, or the logits of prefill have a shape that is not certain.",
+            "Pick each row's last token whenever there is more than one column.",
+        )
     return bool(picks)
+
+
+def _one_column(result: Value) -> bool:
+    """Are all tensors that prefill returns of one column (or none)?"""
+    found = [t for t in _flatten(result) if t.stream]
+    return bool(found) and all(t.rank == 2 or (t.shape is not None and t.shape[1] == const(1)) for t in found)
+
+
+def _flatten(value: Value, depth: int = 0) -> list[Tensor]:
+    """The tensors in a returned value: itself, items of tuples and dicts, fields of objects."""
+    if isinstance(value, Tensor):
+        return [value]
+    if depth > 3:
+        return []
+    held: list[Value] = []
+    for name in ("items", "kwargs", "attrs", "args"):
+        part = getattr(value, name, None)
+        held += list(part) if isinstance(part, list) else list(part.values()) if isinstance(part, dict) else []
+    return [t for v in held for t in _flatten(v, depth + 1)]
 
 
 def _columns(t: Tensor) -> bool:
@@ -104,7 +133,8 @@ def _last(pick: Tensor, node: ast.AST | None) -> bool:
     """Is it the last column, or an index made of positions?"""
     if isinstance(node, ast.Subscript) and len(pick.parents) < 2:
         parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else []
-        return len(parts) in (2, 3) and _everything(parts[0]) and _minus_one(parts[1]) and all(map(_everything, parts[2:]))
+        fits = len(parts) in (2, 3) and all(map(_everything, [parts[0], *parts[2:]]))
+        return fits and _minus_one(parts[1])
     index = [p for p in pick.parents[1:] if isinstance(p, Tensor)]
     ops = {t.op for t in ancestors(index)}
     roots = {op for op in ops if op.startswith("input:")}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvskill.diagnostics import Refusal
+from kvskill.diagnostics import InputError, Refusal
 
 RUNNER, MODEL = "runner_skel.py", "models/modeling_skel.py"
 
@@ -102,3 +102,67 @@ def test_columns_as_positions_forbid_left_padding(case: Callable[[str], Any]) ->
     )
     folder.convert()
     assert "padded left" in (folder.model / "runner_skel.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", [RUNNER, MODEL, "helper.py"])
+def test_a_file_that_changed_after_the_analysis_makes_the_manifest_stale(
+    case: Callable[[str], Any], name: str
+) -> None:
+    folder = case("skeleton_gqa")
+    (folder.model / "helper.py").write_text("X = 1\n", encoding="utf-8")
+    folder.analyze()
+    path = folder.model / name
+    path.write_text(path.read_text(encoding="utf-8") + "\n# later\n", encoding="utf-8")
+    before = folder.sources()
+    with pytest.raises(InputError) as caught:
+        folder.apply()
+    assert caught.value.findings[0].code == "KV256" and name in caught.value.findings[0].fact
+    assert folder.sources() == before
+
+
+def test_the_model_s_own_pick_and_positions_come_from_the_metadata(case: Callable[[str], Any]) -> None:
+    folder = case("skeleton_prepare")
+    folder.convert()
+    model = (folder.model / "models" / "modeling_prep.py").read_text(encoding="utf-8")
+    assert "last_token(hidden_states).unsqueeze(1)" in model and "torch.gather" not in model
+    assert "position_ids = forward_metadata.position_ids" in model and "masked_fill_" not in model
+    assert "kv_len = self.paged_kv.kv_len" in model
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("last = torch.max(position_ids, dim=-1)[0]", "last = input_ids.argmax(dim=-1)"),
+        ("hidden_states = torch.gather(hidden_states, 1, last)", "hidden_states = hidden_states[:, :1]"),
+        (
+            "        if hidden_states.size()[1] > 1:\n",
+            "        if hidden_states.size()[1] > 1 and self.config.never:\n",
+        ),
+    ],
+)
+def test_a_pick_that_is_not_each_row_s_last_token_is_refused(case: Callable[[str], Any], old: str, new: str) -> None:
+    folder = case("skeleton_prepare")
+    folder.replace("models/modeling_prep.py", old, new)
+    before = folder.sources()
+    folder.analyze()
+    with pytest.raises(Refusal) as caught:
+        folder.apply()
+    assert caught.value.findings[0].code == "KV290" and folder.sources() == before
+
+
+@pytest.mark.parametrize("pick", ["hidden_states[:, -1:]", "hidden_states[:, -1, :]", "hidden_states[:, -1:, :]"])
+def test_the_last_column_becomes_each_row_s_last_token(case: Callable[[str], Any], pick: str) -> None:
+    folder = case("skeleton_prepare")
+    folder.replace(
+        "models/modeling_prep.py", "hidden_states = torch.gather(hidden_states, 1, last)", f"hidden_states = {pick}"
+    )
+    for line in (
+        "last = torch.max(position_ids, dim=-1)[0]",
+        "last = last[:, None, None].expand(-1, 1, hidden_states.shape[-1])",
+    ):
+        folder.replace("models/modeling_prep.py", f"            {line}\n", "")
+    folder.convert()
+    model = (folder.model / "models" / "modeling_prep.py").read_text(encoding="utf-8")
+    assert "forward_metadata.last_token(hidden_states)" in model and "-1" not in model.split("def forward")[-1].split(
+        "def prefill"
+    )[0]

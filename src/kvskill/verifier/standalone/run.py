@@ -166,7 +166,7 @@ def _run(
         name = "new" if rank == 0 else f"new{rank}"
         new = {**job("new", name, model.folder, model.root, sizes), "rank": rank}
         if options.checks:
-            one, short = replace(sizes, rows=1), replace(sizes, short=1)
+            one, short = replace(sizes, rows=1), _too_short(sizes)
             new["settings_alone"] = runner_settings(data, model.name, one, ckpt)
             new["settings_short"] = runner_settings(data, model.name, short, ckpt)
         children.append(Child(name, new, python))
@@ -175,6 +175,13 @@ def _run(
         children.append(Child("old", job("old", "old", before.folder, before.root, one), python))
     outcomes |= run_children(children, options.limits)
     return Run(options, model, outcomes, lengths, sizes, before.reason)
+
+
+def _too_short(sizes: Sizes) -> Sizes:
+    """One position too few, and no room for it in the last block where the steps allow that."""
+    blocks = (sizes.longest + sizes.steps - 2) // sizes.block_size
+    steps = blocks * sizes.block_size + 2 - sizes.longest
+    return replace(sizes, steps=steps if 1 <= steps <= sizes.steps else sizes.steps, short=1)
 
 
 def _before(options: VerifyOptions, model: ModelUnderTest, work: Path) -> _Before:
