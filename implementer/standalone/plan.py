@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from kvskill.analyzer.modeling.facts import ModelFacts
 from kvskill.analyzer.modeling.trace import ancestors
@@ -18,6 +18,7 @@ from kvskill.implementer.plan import Plan
 from kvskill.implementer.standalone.allocation import Allocation, convert_allocation, find_allocations
 from kvskill.implementer.standalone.attention import convert_attention
 from kvskill.implementer.standalone.helpers import helper_names, insert_helpers
+from kvskill.implementer.standalone.latent import convert_latent
 from kvskill.implementer.standalone.loop import convert_loop, find_loops
 from kvskill.implementer.standalone.pick import convert_pick
 from kvskill.implementer.standalone.prepare import convert_prepare, find_prepare
@@ -33,10 +34,11 @@ def build_standalone_plan(facts: ModelFacts, manifest: Manifest, config: Mapping
     if blocking or not facts.attentions:
         return Plan({}, tuple(blocking) or (_nothing(facts),))
     for group in manifest.groups:
-        if group.prefill is not None and group.prefill.layout != "TND":
+        wanted = "NTD_TND" if group.attention == "MLA" else "TND"
+        if group.prefill is not None and group.prefill.layout != wanted:
             return Plan({}, (_head_size(facts, group.prefill.layout),))
     for attention in facts.attentions:
-        convert_attention(ctx, attention)
+        (convert_attention if attention.mla is None else convert_latent)(ctx, attention)
     picked = convert_pick(ctx)
     sweep(ctx, parameters=False)
     _convert_host(ctx, config, picked)
@@ -68,7 +70,19 @@ def _convert_host(ctx: Context, config: Mapping[str, Any], picked: bool) -> None
     alloc = allocations[0]
     file = alloc.inside.file
     _, cache_class = helper_names(file)
-    if not convert_allocation(ctx, alloc, config, cache_class) or not insert_helpers(ctx, file, not _by_position(ctx)):
+    latent = _latent_sizes(ctx)
+    if latent == "mixed":
+        ctx.refuse(
+            entry.file,
+            entry.node,
+            "KV296",
+            "The model has latent attention beside ordinary attention, and one pair of caches for each layer.",
+            "Convert it by hand.",
+        )
+        return
+    assert not isinstance(latent, str)
+    right_only = not _by_position(ctx)
+    if not convert_allocation(ctx, alloc, config, cache_class, latent) or not insert_helpers(ctx, file, right_only):
         return
     me = alloc.inside.node.args.args[0].arg
     prepared = find_prepare(file, alloc.inside.owner)
@@ -93,15 +107,28 @@ def _convert_host(ctx: Context, config: Mapping[str, Any], picked: bool) -> None
     convert_loop(ctx, loops[0], me, picked)
 
 
+def _latent_sizes(ctx: Context) -> tuple[int, int] | Literal["mixed"] | None:
+    """Sizes of the two tensors of a pair of caches of latent attention, in the order of the pair."""
+    found: set[tuple[int, int] | None] = set()
+    for a in ctx.facts.attentions:
+        if a.mla is None:
+            found.add(None)
+            continue
+        sizes = a.mla.values["rank"], a.mla.values["rope"]
+        found.add(sizes if a.seam.k_cache == "k" else sizes[::-1])
+    return found.pop() if len(found) == 1 else "mixed"
+
+
 def _by_position(ctx: Context) -> bool:
-    """Do all prefill queries depend on position_ids? Otherwise rotary counts columns (or there is none)."""
+    """Do all rotated queries of prefill depend on position_ids? Otherwise rotary counts columns (or there is none)."""
     run = ctx.facts.prefill
     assert run is not None
     for attention in ctx.facts.attentions:
+        name = (attention.seam.q if attention.mla is None else attention.mla.q_rope).name
         for frame in run.walk.frames:
             before = frame.env_before.get(id(attention.seam.anchor)) if frame.func is attention.seam.func else None
             if before is not None and not any(
-                t.op == "input:position_ids" for t in ancestors([before[attention.seam.q.name]])
+                t.op == "input:position_ids" for t in ancestors([before[name]])
             ):
                 return False
     return True

@@ -24,7 +24,7 @@ def _options(folder: Any, **more: Any) -> VerifyOptions:
     return replace(options, **more)
 
 
-@pytest.mark.parametrize("name", ["skeleton_gqa", "skeleton_sliding", "skeleton_minibatch"])
+@pytest.mark.parametrize("name", ["skeleton_gqa", "skeleton_sliding", "skeleton_minibatch", "skeleton_mla"])
 def test_case_agrees_with_its_before_state_and_hf(case: Callable[[str], Any], name: str) -> None:
     folder = case(name)
     folder.convert()
@@ -138,3 +138,37 @@ def test_a_nested_config_is_shrunk_and_run(case: Callable[[str], Any], tmp_path:
     config.write_text(json.dumps({"model_type": "no-such", "text_config": inner}), encoding="utf-8")
     report = verify_model(_options(folder, config=config, prompts=(3, 2), decode_steps=2))
     assert report.exit_code is ExitCode.FOUND and report.findings
+
+
+def test_latent_attention_with_other_rotary_agrees_with_its_before_state(case: Callable[[str], Any]) -> None:
+    """Halves instead of pairs: HF's definition is another one, the old runner's is kept. The order of the pair too."""
+    folder = case("skeleton_mla")
+    model, runner = "models/modeling_latent.py", "runner_latent.py"
+    folder.replace(model, "    x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)\n", "")
+    folder.replace(model, "past_latent, past_rope = past_key_value", "past_rope, past_latent = past_key_value")
+    folder.replace(runner, "cache.append((k, v))", "cache.append((v, k))")
+    folder.convert()
+    report = verify_model(_options(folder, prompts=(5, 1, 18), against="legacy"))
+    assert report.exit_code is ExitCode.DONE, [str(f) for f in report.findings]
+    assert {c.oracle for c in report.comparisons} == {"old, right", "old, left"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("sparse_mode=0,", "sparse_mode=0,\n            atten_mask=forward_metadata.attention_mask,"),
+        ("torch.matmul(paged_packed, self.absorbed_v)", "torch.matmul(paged_packed, self.absorbed_v.flip(-1))"),
+        (
+            'softmax_scale=self.scaling,\n                input_layout="TND_NTD"',
+            'softmax_scale=576**-0.5,\n                input_layout="TND_NTD"',
+        ),
+        ("weight[:, : self.qk_nope_head_dim]", "weight[:, self.v_head_dim :]"),
+        ("npu_scatter_nd_update_(paged_rope_cache", "npu_scatter_nd_update_(torch.zeros_like(paged_rope_cache)"),
+    ],
+)
+def test_a_wrong_latent_conversion_is_found(case: Callable[[str], Any], old: str, new: str) -> None:
+    folder = case("skeleton_mla")
+    folder.convert()
+    folder.replace("models/modeling_latent.py", old, new)
+    report = verify_model(_options(folder, prompts=(5, 2), decode_steps=4, checks=False))
+    assert report.exit_code is ExitCode.FOUND

@@ -75,12 +75,12 @@ def run_runner(job: dict[str, Any], result: dict[str, Any]) -> None:
         _old_runs(runner, watch, job, result, arrays)
     else:
         _new_runs(runner, watch, tokenizer, job, result, arrays)
-    result["problems"] = list(dict.fromkeys(watch.problems))
-    result["facts"] = watch.facts
+    result["facts"] = dict(watch.facts)
     result["times"] = {stage: list(values) for stage, values in times.items()}
     result["rule_warnings"] = _warnings()
     if job["side"] == "new" and "settings_alone" in job:
         _more_runs(cls, watch, job, result, arrays)
+    result["problems"] = list(dict.fromkeys(watch.problems))
     np.savez(Path(job["out"]) / "arrays.npz", **arrays)
 
 
