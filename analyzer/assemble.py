@@ -49,7 +49,7 @@ def build_manifest(
     findings: Sequence[Diagnostic],
 ) -> Manifest:
     """The manifest of one analysis; equal facts give an equal manifest."""
-    blocking = [f for f in findings if f.severity is Severity.BLOCKING]
+    tasks = [f for f in findings if f.severity is Severity.BLOCKING or f.data.get("task")]
     return Manifest(
         tool_version=__version__,
         inputs=input_files(base, code.model.modeling),
@@ -73,7 +73,7 @@ def build_manifest(
         yamls=tuple(y.shown for y in base.yamls),
         overrides=base.overrides,
         findings=tuple(f.to_json() for f in findings),
-        manual=tuple(_task(i, f) for i, f in enumerate(blocking)),
+        manual=tuple(_task(i, f) for i, f in enumerate(tasks)),
     )
 
 
@@ -141,10 +141,10 @@ def _with_config(base: Gathered, model: ModelRef) -> ModelRef:
 
 
 def _task(number: int, finding: Diagnostic) -> ManualTask:
-    """A blocking finding as a task: what is missing is for a person or an agent to say."""
+    """A finding as a task: what is missing is for a person or an agent to say or do."""
     return ManualTask(
         id=f"{finding.code}-{number + 1}",
-        blocking=True,
+        blocking=finding.severity is Severity.BLOCKING,
         code=finding.code,
         path=finding.span.path,
         line=finding.span.line,

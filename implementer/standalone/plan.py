@@ -9,19 +9,21 @@ from typing import Any, Literal
 from kvskill.analyzer.modeling.facts import ModelFacts
 from kvskill.analyzer.modeling.trace import ancestors
 from kvskill.analyzer.runner.files import functions, leaf
+from kvskill.analyzer.runner.topology import gathers
 from kvskill.analyzer.runner.walkrun import CACHES
 from kvskill.diagnostics import Diagnostic, Severity, Span
 from kvskill.implementer.framework.calls import write_additions
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.framework.deadcode import settle_names, sweep, write_removals
 from kvskill.implementer.plan import Plan
-from kvskill.implementer.standalone.allocation import Allocation, convert_allocation, find_allocations
+from kvskill.implementer.standalone.allocation import convert_allocation, find_allocations
 from kvskill.implementer.standalone.attention import convert_attention
 from kvskill.implementer.standalone.helpers import helper_names, insert_helpers
 from kvskill.implementer.standalone.latent import convert_latent
 from kvskill.implementer.standalone.loop import convert_loop, find_loops
 from kvskill.implementer.standalone.pick import convert_pick
 from kvskill.implementer.standalone.prepare import convert_prepare, find_prepare
+from kvskill.implementer.textops import names_read, statements
 from kvskill.manifest import Manifest
 
 __all__ = ["build_standalone_plan"]
@@ -91,7 +93,16 @@ def _convert_host(ctx: Context, config: Mapping[str, Any], picked: bool) -> None
             _refuse_logits(ctx)
         convert_prepare(ctx, prepared[0], prepared[1], prepared[0].node.args.args[0].arg)
         _wrappers(ctx)
-        _gathered_rows(ctx, alloc)
+        return
+    gathered = gathers(ctx.facts.program.files.values())
+    if gathered:
+        ctx.refuse(
+            gathered[0][0].file,
+            gathered[0][1],
+            "KV290",
+            "The loop gathers lengths over ranks; the paged step describes the rows of one rank.",
+            "Keep each rank's rows to itself, or convert it by hand.",
+        )
         return
     loops, left = find_loops(file, alloc.inside.owner)
     if len(loops) != 1 or left:
@@ -165,46 +176,49 @@ def _wrappers(ctx: Context) -> None:
                     )
 
 
-def _gathered_rows(ctx: Context, alloc: Allocation) -> None:
-    """Rows that are gathered over ranks are more than the metadata describes; it raises there, and this says so."""
-    for func in functions(alloc.inside.file):
-        if func.owner is not alloc.inside.owner:
-            continue
-        for node in ast.walk(func.node):
-            if isinstance(node, ast.Call) and leaf(node.func) == "all_gather_into_tensor":
-                if any(isinstance(a, ast.Name) and "kv_len" in a.id for a in node.args):
-                    ctx.optional(
-                        alloc.inside.file,
-                        node,
-                        "KV292",
-                        "Lengths are gathered over attention ranks here (attn_tp and attn_dp above 1); the paged step "
-                        "describes the rows of one rank and raises in that topology.",
-                        "Gather the padding mask and the lengths before the metadata is built, or keep attn_dp_size 1.",
-                    )
-                    return
-
-
 def _other_readers(ctx: Context) -> None:
-    """Code that still reads a size of the caches: it now sees blocks."""
+    """Code that still reads a size of the caches: it now sees blocks. What comes of it must not be used."""
     for file in ctx.facts.program.files.values():
-        for node in ast.walk(file.tree):
-            sized = isinstance(node, ast.Attribute) and node.attr in ("size", "shape")
-            base = node.value if isinstance(node, ast.Attribute) else None
-            while isinstance(base, ast.Subscript):
-                base = base.value
-            if (
-                sized
-                and isinstance(node, ast.Attribute)
-                and isinstance(node.value, ast.Subscript)
-                and leaf(base or node) in CACHES
-            ):
-                ctx.optional(
-                    file,
-                    node,
-                    "KV292",
-                    "A size of the cache is read here; the cache is now [blocks, block_size, heads, dim].",
-                    "Make sure that nothing depends on it: positions come from the runner.",
-                )
+        for func in functions(file):
+            for node in ast.walk(func.node):
+                if not _cache_size(node):
+                    continue
+                task = "Take positions and lengths from the runner; drop this read."
+                fact = "A size of the cache is read here; the cache is now [blocks, block_size, heads, dim]."
+                if _unused(ctx, func.node, node):
+                    ctx.optional(file, node, "KV292", fact, task)
+                else:
+                    ctx.refuse(file, node, "KV292", fact, task)
+
+
+def _cache_size(node: ast.AST) -> bool:
+    """`past_key_values[0][0].shape` and `.size()`"""
+    if not (isinstance(node, ast.Attribute) and node.attr in ("size", "shape")):
+        return False
+    base: ast.expr = node.value
+    while isinstance(base, ast.Subscript):
+        base = base.value
+    return base is not node.value and leaf(base) in CACHES
+
+
+def _unused(ctx: Context, func: ast.FunctionDef, node: ast.AST) -> bool:
+    """Is the value only given a name that no statement of either phase reads?"""
+    stmt = next(s for s in reversed(list(statements(func.body))) if any(n is node for n in ast.walk(s)))
+    names = {n.id for t in getattr(stmt, "targets", []) for n in ast.walk(t) if isinstance(n, ast.Name)}
+    frames = ctx.frames_of(func)
+    if not isinstance(stmt, ast.Assign) or not names or not frames:
+        return False
+    ran = [s for s in statements(func.body) if any(id(s) in f.env_before for f in frames) and s is not stmt]
+    return not any(names & names_read(_own_part(s)) for s in ran)
+
+
+def _own_part(stmt: ast.stmt) -> list[ast.AST]:
+    """What a statement reads itself, without the statements in it."""
+    if isinstance(stmt, (ast.If, ast.While)):
+        return [stmt.test]
+    if isinstance(stmt, ast.For):
+        return [stmt.iter]
+    return [*stmt.items] if isinstance(stmt, ast.With) else [stmt]
 
 
 def _nothing(facts: ModelFacts) -> Diagnostic:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 from kvskill.analyzer.runner.files import Function, functions, leaf, own_name
+from kvskill.analyzer.runner.topology import gathers
 from kvskill.analyzer.runner.walkrun import CACHES
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.textops import body_start, insert_before, remove_statements, statements
@@ -69,7 +70,10 @@ def convert_prepare(ctx: Context, func: Function, made: ast.Dict, me: str) -> bo
             "Bind it by plain assignments.",
         )
         return False
-    text = (
+    guard = _guard(ctx, func)
+    if guard is None:
+        return False
+    text = guard + (
         "# the step in the paged cache: slots, lengths and table, from the padding mask or the tokens cached so far\n"
         "if is_prefill:\n"
         f"    forward_metadata = {me}.paged_kv.prefill(attention_mask)\n"
@@ -90,6 +94,32 @@ def convert_prepare(ctx: Context, func: Function, made: ast.Dict, me: str) -> bo
     gap = "\n" + lead if not lead.strip() else " "
     edits.add(at, at, f'"forward_metadata": forward_metadata,{gap}', "hand the metadata on")
     return True
+
+
+def _guard(ctx: Context, func: Function) -> str | None:
+    """An error, in the code's own terms, for topologies in which attention sees the rows of several ranks."""
+    tests: list[str] = []
+    for found, call, test in gathers([func.file]):
+        if found.node is not func.node:
+            continue
+        own = {a.arg for a in func.node.args.args}
+        if test is None or not own >= {n.id for n in ast.walk(test.test) if isinstance(n, ast.Name)} - {"batch_size"}:
+            ctx.refuse(
+                func.file,
+                call,
+                "KV290",
+                "Lengths are gathered over ranks here, whatever the topology.",
+                "Gather them only where several ranks share their rows, under a test of the parallel sizes.",
+            )
+            return None
+        if not any(isinstance(n, ast.Name) and n.id in ("kv_len", "batch_size") for n in ast.walk(test.test)):
+            tests.append(func.file.segment(test.test))
+    if not tests:
+        return ""
+    return (
+        f"if {tests[0]}:\n"
+        '    raise NotImplementedError("the paged step describes the rows of one rank: keep attn_dp_size 1")\n'
+    )
 
 
 def _after_checks(node: ast.FunctionDef) -> ast.stmt:

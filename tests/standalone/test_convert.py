@@ -219,3 +219,61 @@ def test_the_last_column_becomes_each_row_s_last_token(case: Callable[[str], Any
         "forward_metadata.last_token(hidden_states)" in model
         and "-1" not in model.split("def forward")[-1].split("def prefill")[0]
     )
+
+
+GATHER = """            if self.attn_tp_size > 1 and self.attn_dp_size > 1:
+                gathered = torch.empty([self.attn_tp_size * batch_size], dtype=kv_len.dtype, device=kv_len.device)
+                dist.all_gather_into_tensor(gathered, kv_len, group=None)
+                kv_len = gathered
+"""
+ZEROS = "            kv_len = torch.zeros(batch_size, dtype=torch.int32, device=input_ids.device)\n"
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_rows_of_several_ranks_are_a_task_and_an_error_at_run_time(case: Callable[[str], Any], wide: bool) -> None:
+    """attn_tp and attn_dp above 1: refused where the folder has no other topology, else a task and a `raise`."""
+    folder = case("skeleton_prepare")
+    folder.replace("models/modeling_prep.py", ZEROS, ZEROS + GATHER)
+    folder.replace(
+        "models/modeling_prep.py",
+        "        self.max_position_embeddings =",
+        '        self.attn_dp_size = runner_settings.get("parallel_config").get("attn_dp_size", 1)\n'
+        "        self.max_position_embeddings =",
+    )
+    if wide:
+        folder.replace("config/prep.yaml", "  world_size: 2\n", "  world_size: 4\n")
+    analysis = folder.analyze()
+    task = next(t for t in analysis.manifest.manual if t.code == "KV165")
+    assert task.blocking is wide
+    text = (folder.model / "models" / "modeling_prep.py").read_text(encoding="utf-8").splitlines()
+    assert "all_gather_into_tensor" in text[task.line - 1]
+    if wide:
+        with pytest.raises(Refusal):
+            folder.apply()
+        return
+    folder.apply()
+    model = (folder.model / "models" / "modeling_prep.py").read_text(encoding="utf-8")
+    head = model.split("paged_kv.prefill(")[0].splitlines()[-5:]
+    assert "if self.attn_tp_size > 1 and self.attn_dp_size > 1:" in "\n".join(head)
+    assert "raise NotImplementedError" in "\n".join(head)
+
+
+@pytest.mark.parametrize(
+    ("read", "refused"),
+    [
+        ("length = past_key_values[0][0].size()[-2]", False),
+        ("length = past_key_values[0][0].shape[1]\n        hidden_states = hidden_states * (length / 300)", True),
+        ("hidden_states = hidden_states * (past_key_values[0][0].shape[1] / 300)", True),
+    ],
+)
+def test_a_size_of_the_cache_must_not_be_used(case: Callable[[str], Any], read: str, refused: bool) -> None:
+    folder = case("skeleton_prepare")
+    line = "        hidden_states = self.embed_tokens(input_ids)\n"
+    folder.replace("models/modeling_prep.py", line, f"{line}        {read}\n")
+    folder.analyze()
+    if not refused:
+        assert any(f.code == "KV292" for f in folder.apply().findings)
+        return
+    with pytest.raises(Refusal) as caught:
+        folder.apply()
+    assert caught.value.findings[0].code == "KV292"
