@@ -21,6 +21,7 @@ from kvskill.analyzer.modeling.values import ClassVal, Instance, Tensor, Value
 from kvskill.analyzer.modeling.window import find_window
 from kvskill.analyzer.runner.files import folder_files
 from kvskill.analyzer.runner.latent import find_latent
+from kvskill.analyzer.runner.masks import mask_findings
 from kvskill.analyzer.runner.walkrun import run_standalone
 from kvskill.diagnostics import Diagnostic, Severity, Span
 from kvskill.source import SourceFile
@@ -39,7 +40,10 @@ def standalone_facts(code: Code, config: Mapping[str, Any]) -> ModelFacts:
     facts = read_standalone(code.program, config, entry=code.entry, shown=code.place.folder)
     runners = {f.shown: f for f in folder_files(code.place.model_dir, code.place.root)}
     program = Program({**runners, **code.program.files}, code.program.modules)
-    return replace(facts, program=program)
+    frames = [f for run in (facts.prefill, facts.decode) if run is not None for f in run.walk.frames]
+    walked = [f.func for f in frames if f.func is not None]
+    masks = mask_findings(program.files.values(), walked)
+    return replace(facts, program=program, findings=(*facts.findings, *masks))
 
 
 def read_standalone(

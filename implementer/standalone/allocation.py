@@ -9,7 +9,7 @@ from typing import Any
 
 from kvskill.analyzer.runner.files import Function, functions, leaf, own_name
 from kvskill.implementer.framework.context import Context
-from kvskill.implementer.textops import block_of, insert_before, remove_statements, replace_expr
+from kvskill.implementer.textops import block_of, insert_before, remove_statements, replace_expr, statements
 from kvskill.source import SourceFile
 
 __all__ = ["Allocation", "convert_allocation", "find_allocations"]
@@ -23,23 +23,23 @@ class Allocation:
     """A function that builds one (k, v) pair for each layer in a loop."""
 
     inside: Function
-    loop: ast.For
+    loop: ast.For | ast.ListComp
     calls: tuple[ast.Call, ...]  # torch.zeros and the like, K first; *_like calls are not among them
 
 
 def find_allocations(files: Iterable[SourceFile]) -> list[Allocation]:
-    """All functions in which a loop makes two tensors and joins them in a tuple."""
+    """All functions in which a loop (or comprehension) makes two tensors and joins them in a tuple or list."""
     out = []
     for file in files:
         for func in functions(file):
-            for loop in [n for n in ast.walk(func.node) if isinstance(n, ast.For)]:
+            for loop in [n for n in ast.walk(func.node) if isinstance(n, (ast.For, ast.ListComp))]:
                 calls = _pair(loop)
                 if calls:
                     out.append(Allocation(func, loop, calls))
     return out
 
 
-def _pair(loop: ast.For) -> tuple[ast.Call, ...]:
+def _pair(loop: ast.For | ast.ListComp) -> tuple[ast.Call, ...]:
     made: dict[str, ast.Call] = {}
     for node in ast.walk(loop):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and leaf(node.value.func) in _NEW + _LIKE:
@@ -47,7 +47,7 @@ def _pair(loop: ast.For) -> tuple[ast.Call, ...]:
                 if (name := own_name(target)) is not None:
                     made[name] = node.value
     for node in ast.walk(loop):
-        if isinstance(node, ast.Tuple) and len(node.elts) == 2:
+        if isinstance(node, (ast.Tuple, ast.List)) and len(node.elts) == 2:
             calls = [made.get(own_name(e) or "") if not isinstance(e, ast.Call) else e for e in node.elts]
             found = [c for c in calls if c is not None and leaf(c.func) in _NEW + _LIKE]
             if len(found) == 2:
@@ -96,11 +96,15 @@ def convert_allocation(
     )
     for name, (heads, dim) in zip(names[1:], per_cache, strict=True):
         text += f"{name} = {me}.paged_kv.shape({heads}, {dim})\n"
-    before = _outermost(func, alloc.loop)
+    holder = next(s for s in statements(func.body) if any(n is alloc.loop for n in ast.walk(s)))
+    before = _outermost(func, holder)
     insert_before(edits, before, text, "block table", ctx.unit(func, file))
     for i, call in enumerate(alloc.calls):
         new = names[1:][min(i, len(per_cache) - 1)]
-        args = call.args
+        args = list(call.args) or [k.value for k in call.keywords if k.arg == "size"]
+        if leaf(call.func) == "full" or not args:
+            ctx.refuse(file, call, "KV290", "The cache is not made by zeros, ones or empty.", "Use torch.zeros.")
+            return False
         if len(args) == 1:
             replace_expr(edits, args[0], new, "blocks instead of rows")
         else:

@@ -104,7 +104,9 @@ def _convert_host(ctx: Context, config: Mapping[str, Any], picked: bool) -> None
             "Keep each rank's rows to itself, or convert it by hand.",
         )
         return
-    loops, left = find_loops(file, alloc.inside.owner)
+    forward = entry.method("forward")
+    params = [a.arg for a in forward[0].args.args[1:]] if forward is not None else []
+    loops, left = find_loops(file, alloc.inside.owner, params, alloc.inside.node.name)
     if len(loops) != 1 or left:
         at: ast.AST = left[0] if left else (loops[1].prefill if len(loops) > 1 else alloc.inside.owner or file.tree)
         ctx.refuse(
@@ -112,7 +114,7 @@ def _convert_host(ctx: Context, config: Mapping[str, Any], picked: bool) -> None
             at,
             "KV290",
             "No single function with one prefill call and one decode call of the model was found.",
-            "Call the model by keywords, with is_prefill=True once and is_prefill=False once.",
+            "Call the model with is_prefill=True once and with is_prefill=False once, in one function.",
         )
         return
     convert_loop(ctx, loops[0], me, picked)

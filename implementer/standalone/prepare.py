@@ -22,7 +22,8 @@ def find_prepare(file: SourceFile, owner: ast.ClassDef | None) -> tuple[Function
         if func.owner is not owner:
             continue
         for node in ast.walk(func.node):
-            if isinstance(node, ast.Dict) and any(isinstance(k, ast.Constant) and k.value in CACHES for k in node.keys):
+            keys = [k.value for k in node.keys if isinstance(k, ast.Constant)] if isinstance(node, ast.Dict) else []
+            if isinstance(node, ast.Dict) and "input_ids" in keys and any(k in CACHES for k in keys):
                 return func, node
     return None
 
@@ -58,6 +59,16 @@ def convert_prepare(ctx: Context, func: Function, made: ast.Dict, me: str) -> bo
             "KV290",
             "The position of the new token is not `kv_len`, so `kv_len` may count other tokens than the cached ones.",
             "Let `kv_len` be the number of cached tokens before the step.",
+        )
+        return False
+    changed = _changed_lengths(node)
+    if changed is not None:
+        ctx.refuse(
+            file,
+            changed,
+            "KV290",
+            "`kv_len` is changed here, so that the model would not get the number of cached tokens.",
+            "Hand `kv_len` on as it came in.",
         )
         return False
     stale = _stale_positions(node)
@@ -166,6 +177,25 @@ def _stale_positions(node: ast.FunctionDef) -> list[ast.stmt] | ast.stmt:
         elif isinstance(s, ast.Expr) and _in_place(s.value):
             out.append(s)
     return out
+
+
+def _changed_lengths(node: ast.FunctionDef) -> ast.stmt | None:
+    """The first binding of `kv_len` that is neither zeros (prefill) nor the same value in another form."""
+    for s in statements(node.body):
+        targets = s.targets if isinstance(s, ast.Assign) else [s.target] if isinstance(s, ast.AugAssign) else []
+        if not any(isinstance(n, ast.Name) and n.id == "kv_len" for t in targets for n in ast.walk(t)):
+            continue
+        value = getattr(s, "value", None)
+        zeros = isinstance(value, ast.Call) and leaf(value.func) in ("zeros", "zeros_like")
+        same = isinstance(value, ast.Name) or (
+            isinstance(value, ast.Call)
+            and isinstance(value.func, ast.Attribute)
+            and value.func.attr in ("to", "int", "long", "clone", "view", "contiguous")
+            and own_name(value.func.value) == "kv_len"
+        )
+        if not isinstance(s, ast.Assign) or not (zeros or same):
+            return s
+    return None
 
 
 def _in_place(node: ast.expr) -> bool:

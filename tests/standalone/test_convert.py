@@ -277,3 +277,136 @@ def test_a_size_of_the_cache_must_not_be_used(case: Callable[[str], Any], read: 
     with pytest.raises(Refusal) as caught:
         folder.apply()
     assert caught.value.findings[0].code == "KV292"
+
+
+PLAIN_MASK = "return ~torch.tril(torch.ones((mask_length, mask_length), dtype=torch.bool, device=device))"
+
+
+@pytest.mark.parametrize(
+    ("new", "refused"),
+    [
+        ("return torch.triu(torch.ones(mask_length, mask_length, device=device), diagonal=1).bool()", False),
+        ("return ~torch.ones(mask_length, mask_length, device=device).tril().bool()", False),
+        ("return ~torch.tril(torch.ones(mask_length, mask_length, device=device), diagonal=3).bool()", True),
+        ("return torch.triu(torch.ones(mask_length, mask_length, device=device)).bool()", True),
+        (
+            "full = torch.ones(mask_length, mask_length, device=device)\n"
+            "    return ~(torch.tril(full) * torch.triu(full, diagonal=-7)).bool()",
+            True,
+        ),
+        (
+            "mask = ~torch.tril(torch.ones(mask_length, mask_length, device=device)).bool()\n"
+            "    mask[:4, :4] = False\n    return mask",
+            True,
+        ),
+    ],
+)
+def test_a_mask_of_the_runner_that_is_not_plain_causal_is_refused(
+    case: Callable[[str], Any], new: str, refused: bool
+) -> None:
+    folder = case("skeleton_gqa")
+    folder.replace(RUNNER, PLAIN_MASK, new)
+    folder.analyze()
+    if not refused:
+        assert folder.apply().status == "converted"
+        return
+    with pytest.raises(Refusal) as caught:
+        folder.apply()
+    assert caught.value.findings[0].code == "KV166"
+
+
+OLD_PAIR = """            k = torch.zeros(batch_size, max_seq_len, kv_dim, dtype=self.dtype, device=self.device)
+            v = torch.zeros(batch_size, max_seq_len, kv_dim, dtype=self.dtype, device=self.device)
+            cache.append((k, v))
+"""
+SIZED = "torch.empty(size=(batch_size, max_seq_len, kv_dim), dtype=self.dtype, device=self.device)"
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        OLD_PAIR.replace("(k, v))", "[k, v])"),
+        f"            cache.append(({SIZED}, {SIZED}))\n",
+        OLD_PAIR.replace(OLD_PAIR.splitlines()[1].strip(), "v = torch.zeros_like(k)"),
+    ],
+)
+def test_other_spellings_of_the_allocation(case: Callable[[str], Any], new: str) -> None:
+    folder = case("skeleton_gqa")
+    folder.replace(RUNNER, OLD_PAIR, new)
+    folder.convert()
+    runner = (folder.model / RUNNER).read_text(encoding="utf-8")
+    assert "self.paged_kv.shape(self.config.num_key_value_heads, self.config.head_dim)" in runner
+    assert "max_seq_len, kv_dim" not in runner
+
+
+def test_caches_from_a_comprehension(case: Callable[[str], Any]) -> None:
+    folder = case("skeleton_gqa")
+    pair = f"({SIZED}, {SIZED})"
+    folder.replace(RUNNER, f"        for _ in range(self.config.num_hidden_layers):\n{OLD_PAIR}", "")
+    folder.replace(RUNNER, "        cache = []\n        return cache", f"        return [{pair} for _ in range(2)]")
+    folder.convert()
+    assert "return [(torch.empty(size=paged_shape" in (folder.model / RUNNER).read_text(encoding="utf-8")
+
+
+PICK = "        next_token = outputs.logits[:, -1].argmax(dim=-1, keepdim=True)\n"
+
+
+@pytest.mark.parametrize(
+    ("new", "want"),
+    [
+        (
+            "        next_token = torch.argmax(outputs.logits, dim=-1)[:, -1:]\n",
+            "forward_metadata.last_token(torch.argmax(outputs.logits, dim=-1)).unsqueeze(1)",
+        ),
+        (
+            "        first = outputs.logits.float()[:, -1, :].argmax(dim=-1, keepdim=True)\n"
+            "        generated_ids = torch.cat([generated_ids, first], dim=-1)\n"
+            "        next_token = generated_ids[:, -1].unsqueeze(1)\n"
+            "        generated_ids = generated_ids[:, :-1]\n",
+            "generated_ids[:, -1].unsqueeze(1)",  # no logits: stays
+        ),
+        (
+            "        probs = torch.softmax(outputs.logits / 0.7, dim=-1)\n"
+            "        next_token = probs[:, -1].argmax(dim=-1, keepdim=True)\n",
+            "forward_metadata.last_token(probs)",
+        ),
+        ("        next_token = outputs.logits.argmax(dim=1)[:, -1:]\n", None),
+    ],
+)
+def test_only_the_last_column_of_the_logits_is_replaced(
+    case: Callable[[str], Any], new: str, want: str | None
+) -> None:
+    folder = case("skeleton_gqa")
+    path = folder.model / RUNNER
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace(PICK, new, 1), encoding="utf-8")
+    folder.analyze()
+    if want is None:
+        with pytest.raises(Refusal):
+            folder.apply()
+        return
+    folder.apply()
+    assert want in path.read_text(encoding="utf-8")
+
+
+def test_the_model_may_be_called_by_position(case: Callable[[str], Any]) -> None:
+    folder = case("skeleton_gqa")
+    folder.replace(
+        RUNNER,
+        "            input_ids=input_ids,\n            position_ids=position_ids,\n            past_key_values=past",
+        "            input_ids,\n            position_ids,\n            past",
+    )
+    folder.convert()
+    assert (folder.model / RUNNER).read_text(encoding="utf-8").count("forward_metadata=forward_metadata") == 2
+
+
+def test_lengths_that_are_changed_while_inputs_are_prepared_are_refused(case: Callable[[str], Any]) -> None:
+    folder = case("skeleton_prepare")
+    line = "            position_ids = kv_len.unsqueeze(1)\n"
+    folder.replace("models/modeling_prep.py", line, f"{line}            kv_len = kv_len + 1\n")
+    folder.analyze()
+    with pytest.raises(Refusal) as caught:
+        folder.apply()
+    found = caught.value.findings[0]
+    text = (folder.model / "models" / "modeling_prep.py").read_text(encoding="utf-8").splitlines()
+    assert found.code == "KV290" and "kv_len = kv_len + 1" in text[found.span.line - 1]

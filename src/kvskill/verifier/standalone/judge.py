@@ -188,7 +188,9 @@ def _allocation(facts: dict[str, Any], run: Run, rows: int) -> list[Check]:
     shapes, size = facts["cache_shapes"], run.sizes.block_size
     blocks = -(-run.sizes.length // size)
     table = facts.get("table", [rows, blocks])  # one new token: no decode step has shown the whole table
-    good = all(s[:2] == [rows * blocks, size] and len(s) == 4 for s in shapes) and table == [rows, blocks]
+    # a cache for more rows than the test has is as good
+    enough = [len(s) == 4 and s[0] >= rows * blocks and s[0] % blocks == 0 and s[1] == size for s in shapes]
+    good = all(enough) and table == [rows, blocks]
     good = good and facts["table_dtype"] == "torch.int32"
     text = f"caches {' and '.join(map(str, shapes))}, table {table} {facts['table_dtype']}"
     own = facts["storages"] == len(shapes) * facts["layers"]

@@ -67,7 +67,7 @@ def run_runner(job: dict[str, Any], result: dict[str, Any]) -> None:
     result["groups_served"] = served
     from kvskill.verifier.standalone.watch import Watch
 
-    watch = Watch(type(runner.model), tokenizer)
+    watch = Watch(type(model_of(runner)), tokenizer)
     result["phase"] = "run"
     arrays: dict[str, Any] = {}
     result["runs"] = {}
@@ -89,7 +89,20 @@ def _start(cls: type, job: dict[str, Any], settings: dict[str, Any]) -> tuple[An
     runner = _build(cls, job, settings)
     if hasattr(runner, "init_model"):
         runner.init_model()
-    return runner, _serve_groups(runner.model)
+    return runner, _serve_groups(model_of(runner))
+
+
+def model_of(runner: Any) -> Any:
+    """The model that the runner keeps: its attribute `model`, or its one module."""
+    import torch
+
+    held = getattr(runner, "model", None)
+    if isinstance(held, torch.nn.Module):
+        return held
+    found = {id(v): v for v in vars(runner).values() if isinstance(v, torch.nn.Module)}
+    if len(found) != 1:
+        raise AttributeError(f"the runner keeps {len(found)} modules as attributes; its model was not found")
+    return next(iter(found.values()))
 
 
 def _old_runs(runner: Any, watch: Any, job: dict[str, Any], result: dict[str, Any], arrays: dict[str, Any]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
+
+from kvskill.analyzer.runner.walkrun import CACHES
 
 __all__ = ["Watch"]
 
@@ -19,10 +22,11 @@ class Watch:
         self.facts: dict[str, Any] = {"steps": 0}
         self.storage: Any = None
         original = cls.forward  # type: ignore[attr-defined]
+        signature = inspect.signature(original)
 
         def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
             out = original(model, *args, **kwargs)
-            self._seen(args, kwargs, out)
+            self._seen(dict(signature.bind(model, *args, **kwargs).arguments), out)
             return out
 
         cls.forward = forward  # type: ignore[attr-defined]
@@ -31,9 +35,9 @@ class Watch:
         """Forget the steps of the last run."""
         self.steps = []
 
-    def _seen(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _seen(self, kwargs: dict[str, Any], out: Any) -> None:
         logits = out.logits if hasattr(out, "logits") else out[0] if isinstance(out, tuple) else out
-        ids: Any = kwargs.get("input_ids", args[0] if args else None)
+        ids: Any = kwargs["input_ids"]
         prefill = self._is_prefill(ids, kwargs)  # several prefill calls are mini-batches of one prompt batch
         row = len(self.steps[0]["tokens"]) if prefill and self.steps else 0
         mask = self.tokenizer.last_mask[row : row + ids.shape[0]]
@@ -70,7 +74,7 @@ class Watch:
 
         `mask` is the padding mask of a prefill call (None: decode), `row` the first row of its mini-batch.
         """
-        pairs: Any = next((kwargs[k] for k in ("past_key_values", "kv_caches", "kv_cache") if k in kwargs), None)
+        pairs: Any = next((kwargs[k] for k in CACHES if k in kwargs), None)
         size = int(pairs[0][0].shape[1])
         table = meta.block_table.tolist()
         before = self.facts.get("lengths", [])
