@@ -14,6 +14,7 @@ from kvskill.analyzer.gather import Gathered
 from kvskill.analyzer.modeling.facts import ModelFacts
 from kvskill.analyzer.progress import find_progress
 from kvskill.analyzer.resolve import shown_path
+from kvskill.analyzer.runner.files import folder_files
 from kvskill.analyzer.selection.code import CodeView
 from kvskill.analyzer.selection.decide import Selection
 from kvskill.analyzer.selection.limits import limits_for
@@ -48,7 +49,7 @@ def build_manifest(
     findings: Sequence[Diagnostic],
 ) -> Manifest:
     """The manifest of one analysis; equal facts give an equal manifest."""
-    blocking = [f for f in findings if f.severity is Severity.BLOCKING]
+    tasks = [f for f in findings if f.severity is Severity.BLOCKING or f.data.get("task")]
     return Manifest(
         tool_version=__version__,
         inputs=input_files(base, code.model.modeling),
@@ -72,7 +73,7 @@ def build_manifest(
         yamls=tuple(y.shown for y in base.yamls),
         overrides=base.overrides,
         findings=tuple(f.to_json() for f in findings),
-        manual=tuple(_task(i, f) for i, f in enumerate(blocking)),
+        manual=tuple(_task(i, f) for i, f in enumerate(tasks)),
     )
 
 
@@ -119,6 +120,8 @@ def input_files(base: Gathered, modeling: Sequence[str]) -> tuple[InputFile, ...
     if progress is not None:
         paths.append(progress)
     paths.extend(sorted(place.model_dir.glob("runner_*.py")))
+    if base.deployment.decision.value == "standalone":  # caches may be allocated in any file of the folder
+        paths.extend(f.path for f in folder_files(place.model_dir, place.root))
     found: dict[str, str] = {}
     for path in paths:
         try:
@@ -138,10 +141,10 @@ def _with_config(base: Gathered, model: ModelRef) -> ModelRef:
 
 
 def _task(number: int, finding: Diagnostic) -> ManualTask:
-    """A blocking finding as a task: what is missing is for a person or an agent to say."""
+    """A finding as a task: what is missing is for a person or an agent to say or do."""
     return ManualTask(
         id=f"{finding.code}-{number + 1}",
-        blocking=True,
+        blocking=finding.severity is Severity.BLOCKING,
         code=finding.code,
         path=finding.span.path,
         line=finding.span.line,

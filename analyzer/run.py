@@ -20,6 +20,7 @@ from kvskill.analyzer.report.record import decision_rows
 from kvskill.analyzer.request import AnalyzeRequest
 from kvskill.analyzer.resolve import Place, shown_path
 from kvskill.analyzer.runner.analysis import by_hand, by_hand_manifest
+from kvskill.analyzer.runner.topology import topology_findings
 from kvskill.analyzer.selection.decide import SelectionInput, select
 from kvskill.analyzer.selection.features import Feature, find_features
 from kvskill.analyzer.selection.limits import limits_for
@@ -111,6 +112,7 @@ def _decide(request: AnalyzeRequest, base: Gathered, model: Understood) -> Analy
             *check_runs(base.yamls, chosen.groups, limits_for(target.profile.torch_npu)),
             *plan_findings,
             *(f.finding for f in features),
+            *(topology_findings(model.modeling.program.files.values(), base.yamls) if standalone else ()),
             *map(as_warning, migrations(code.field_uses, target.profile).findings),
             *_progress_against_config(base, facts),
             *_old_keys(base),

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvskill.analyzer.modeling.facts import AttentionFacts, CacheDecl, ModelFacts
+from kvskill.analyzer.modeling.facts import AttentionFacts, CacheDecl, ModelFacts, Seam, Window
+from kvskill.analyzer.modeling.mla import MlaFacts
 from kvskill.analyzer.modeling.operators import argument
 from kvskill.analyzer.modeling.program import Program
 from kvskill.analyzer.modeling.reader import entry_class
@@ -19,6 +20,8 @@ from kvskill.analyzer.modeling.trace import ancestors
 from kvskill.analyzer.modeling.values import ClassVal, Instance, Tensor, Value
 from kvskill.analyzer.modeling.window import find_window
 from kvskill.analyzer.runner.files import folder_files
+from kvskill.analyzer.runner.latent import find_latent
+from kvskill.analyzer.runner.masks import mask_findings
 from kvskill.analyzer.runner.walkrun import run_standalone
 from kvskill.diagnostics import Diagnostic, Severity, Span
 from kvskill.source import SourceFile
@@ -37,7 +40,10 @@ def standalone_facts(code: Code, config: Mapping[str, Any]) -> ModelFacts:
     facts = read_standalone(code.program, config, entry=code.entry, shown=code.place.folder)
     runners = {f.shown: f for f in folder_files(code.place.model_dir, code.place.root)}
     program = Program({**runners, **code.program.files}, code.program.modules, code.program.root)
-    return replace(facts, program=program)
+    frames = [f for run in (facts.prefill, facts.decode) if run is not None for f in run.walk.frames]
+    walked = [f.func for f in frames if f.func is not None]
+    masks = mask_findings(program.files.values(), walked)
+    return replace(facts, program=program, findings=(*facts.findings, *masks))
 
 
 def read_standalone(
@@ -67,7 +73,7 @@ def read_standalone(
         try:
             facts.append(_attention(cls, mine, prefill, decode, config))
         except SeamError as exc:
-            findings.append(_latent(exc.finding, cls) if config.get("kv_lora_rank") else exc.finding)
+            findings.append(exc.finding)
     return _with(base, tuple(facts), findings, "legacy")
 
 
@@ -109,15 +115,31 @@ def _attention(
     cls: ClassVal, mine: list[Instance], prefill: Run, decode: Run, config: Mapping[str, Any]
 ) -> AttentionFacts:
     reps = phase_reps(mine, prefill, decode)
-    for rep in reps:
-        _no_latent(cls, rep)
-    seam = find_seam(reps)
+    latent = find_latent(mine, reps)
+    if latent is None:
+        for rep in reps:
+            _no_latent(cls, rep)
+    seam = latent[0] if latent is not None else find_seam(reps)
     for rep in reps:
         if rep.run.phase == "decode":
             _written_at_kv_len(rep)
+    if latent is not None:
+        return _facts(cls, mine, prefill, reps, seam, None, latent[1])
     window, doubt = find_window(mine, reps, config, {id(m): i for i, m in enumerate(mine)})
     if doubt is not None:
         raise SeamError(_blocking("KV164", f"The window of {cls.name} is not certain: {doubt}.", _at(cls)))
+    return _facts(cls, mine, prefill, reps, seam, window, None)
+
+
+def _facts(
+    cls: ClassVal,
+    mine: list[Instance],
+    prefill: Run,
+    reps: list[RepRun],
+    seam: Seam,
+    window: Window | None,
+    mla: MlaFacts | None,
+) -> AttentionFacts:
     first = reps[0].inst
     entry = next(
         f for f in prefill.walk.frames if f.self_ is first and (f.parent is None or f.parent.self_ is not first)
@@ -126,7 +148,7 @@ def _attention(
     decl = CacheDecl({}, None, seam.kv_heads_expr, seam.k_dim_expr, seam.v_dim_expr)
     layers = tuple(range(len(mine)))
     instances = tuple(r.inst for r in reps if r.run.phase == "prefill")
-    return AttentionFacts(cls, cls.file, layers, entry.func, (), decl, window, seam, instances)
+    return AttentionFacts(cls, cls.file, layers, entry.func, (), decl, window, seam, instances, mla)
 
 
 def _written_at_kv_len(rep: RepRun) -> None:
@@ -144,18 +166,6 @@ def _written_at_kv_len(rep: RepRun) -> None:
             starts = [p.lower if isinstance(p, ast.Slice) else p for p in parts]
             if any(isinstance(n, ast.BinOp) for s in starts if s is not None for n in ast.walk(s)):
                 raise SeamError(_blocking("KV291", _NOT_KV_LEN, frame.file.span(node)))
-
-
-def _latent(finding: Diagnostic, cls: ClassVal) -> Diagnostic:
-    """The refusal of a contiguous latent cache, at the place where the search ended."""
-    return Diagnostic(
-        "KV292",
-        Severity.BLOCKING,
-        f"{cls.name} keeps a latent cache (mode three) in rows; turning it into blocks is not covered.",
-        "Write it by hand (two caches [blocks, block_size, 1, size], absorbed decode, expanded prefill), or move the "
-        "model to the framework, where latent attention is converted.",
-        finding.span,
-    )
 
 
 def _no_latent(cls: ClassVal, rep: RepRun) -> None:

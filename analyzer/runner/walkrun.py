@@ -10,7 +10,7 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
-from kvskill.analyzer.modeling.dims import Dim, const
+from kvskill.analyzer.modeling.dims import Dim, const, fresh
 from kvskill.analyzer.modeling.operators import HOOKS, WRITE_OPS, argument
 from kvskill.analyzer.modeling.program import Program
 from kvskill.analyzer.modeling.run import HF_DEFAULTS, Phase, Run, config_value, construct_model
@@ -21,7 +21,11 @@ from kvskill.analyzer.runner.files import leaf
 
 __all__ = ["CACHES", "entry_frame", "run_standalone"]
 
-CACHES = ("past_key_values", "kv_caches", "kv_cache", "past_kvs")
+# spellings under which a model takes the caches; one that is not here is refused as a model that is handed none
+CACHES = (
+    *("past_key_values", "past_key_value", "past_kvs", "past_kv", "past", "layer_past"),
+    *("kv_caches", "kv_cache", "kvcache", "kvcaches", "caches", "cache"),
+)
 _SETTINGS = ("runner_settings", "infer_config", "settings")
 # a runner's configuration class need not set it
 _DEFAULTS = {**HF_DEFAULTS, "rope_scaling": None}
@@ -124,7 +128,7 @@ def _inputs(
     walk: Walk, func: ast.FunctionDef, phase: Phase, config: Mapping[str, Any], meta: Dict_
 ) -> dict[str, Value]:
     prefill = phase == "prefill"
-    b, side = Dim.atom("B"), const(2048)
+    b = Dim.atom("B")
     s = Dim.atom("S") if prefill else const(1)
 
     def t(name: str, *shape: Dim) -> Tensor:
@@ -139,7 +143,7 @@ def _inputs(
         "input_ids": t("input_ids", b, s),
         "position_ids": t("position_ids", b, s),
         "kv_len": t("kv_len", b),
-        "attention_mask": t("attention_mask", side, side) if prefill else Const(None),
+        "attention_mask": t("attention_mask", fresh(), fresh()) if prefill else Const(None),
         "actual_seq_lengths_kv": Const(None) if prefill else t("actual_seq_lengths_kv", b),
         "is_prefill": Const(prefill),
         "forward_metadata": meta,

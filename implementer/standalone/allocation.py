@@ -9,7 +9,7 @@ from typing import Any
 
 from kvskill.analyzer.runner.files import Function, functions, leaf, own_name
 from kvskill.implementer.framework.context import Context
-from kvskill.implementer.textops import block_of, insert_before, remove_statements, replace_expr
+from kvskill.implementer.textops import block_of, insert_before, remove_statements, replace_expr, statements
 from kvskill.source import SourceFile
 
 __all__ = ["Allocation", "convert_allocation", "find_allocations"]
@@ -23,23 +23,23 @@ class Allocation:
     """A function that builds one (k, v) pair for each layer in a loop."""
 
     inside: Function
-    loop: ast.For
+    loop: ast.For | ast.ListComp
     calls: tuple[ast.Call, ...]  # torch.zeros and the like, K first; *_like calls are not among them
 
 
 def find_allocations(files: Iterable[SourceFile]) -> list[Allocation]:
-    """All functions in which a loop makes two tensors and joins them in a tuple."""
+    """All functions in which a loop (or comprehension) makes two tensors and joins them in a tuple or list."""
     out = []
     for file in files:
         for func in functions(file):
-            for loop in [n for n in ast.walk(func.node) if isinstance(n, ast.For)]:
+            for loop in [n for n in ast.walk(func.node) if isinstance(n, (ast.For, ast.ListComp))]:
                 calls = _pair(loop)
                 if calls:
                     out.append(Allocation(func, loop, calls))
     return out
 
 
-def _pair(loop: ast.For) -> tuple[ast.Call, ...]:
+def _pair(loop: ast.For | ast.ListComp) -> tuple[ast.Call, ...]:
     made: dict[str, ast.Call] = {}
     for node in ast.walk(loop):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and leaf(node.value.func) in _NEW + _LIKE:
@@ -47,7 +47,7 @@ def _pair(loop: ast.For) -> tuple[ast.Call, ...]:
                 if (name := own_name(target)) is not None:
                     made[name] = node.value
     for node in ast.walk(loop):
-        if isinstance(node, ast.Tuple) and len(node.elts) == 2:
+        if isinstance(node, (ast.Tuple, ast.List)) and len(node.elts) == 2:
             calls = [made.get(own_name(e) or "") if not isinstance(e, ast.Call) else e for e in node.elts]
             found = [c for c in calls if c is not None and leaf(c.func) in _NEW + _LIKE]
             if len(found) == 2:
@@ -55,15 +55,22 @@ def _pair(loop: ast.For) -> tuple[ast.Call, ...]:
     return ()
 
 
-def convert_allocation(ctx: Context, alloc: Allocation, config: Mapping[str, Any], cache_class: str) -> bool:
-    """Allocate blocks instead of rows; False when the shape is not certain (then it was refused)."""
+def convert_allocation(
+    ctx: Context,
+    alloc: Allocation,
+    config: Mapping[str, Any],
+    cache_class: str,
+    latent: tuple[int, int] | None = None,
+) -> bool:
+    """Allocate blocks instead of rows; False when the shape is not certain (then it was refused).
+
+    `latent`: the sizes of the two tensors of a pair whose parts are a latent and a rope part, in their order.
+    """
     file, func = alloc.inside.file, alloc.inside.node
-    shape = _shape(func, alloc.calls[0])
     values = _Values(alloc.inside, config)
-    parts = _parts(shape, values) if shape is not None else None
-    if parts is None or any(
-        ast.dump(a) != ast.dump(b) for a, b in zip(shape or [], _shape(func, alloc.calls[-1]) or [], strict=False)
-    ):
+    shapes = [_shape(func, call) for call in alloc.calls]
+    parts = _pair_parts(shapes, values) if latent is None else _latent_parts(shapes, values, latent)
+    if parts is None:
         ctx.refuse(
             file,
             alloc.calls[0],
@@ -72,7 +79,8 @@ def convert_allocation(ctx: Context, alloc: Allocation, config: Mapping[str, Any
             "Write it with the number of KV heads and the head size as separate factors.",
         )
         return False
-    batch, length, heads, dim = (file.segment(p) for p in parts)
+    batch, length = (file.segment(p) for p in parts[:2])
+    per_cache = [("1" if h is None else file.segment(h), file.segment(d)) for h, d in parts[2]]
     device = next((file.segment(k.value) for k in alloc.calls[0].keywords if k.arg == "device"), "None")
     me = func.args.args[0].arg if func.args.args and alloc.inside.owner is not None else None
     if me is None:
@@ -80,28 +88,80 @@ def convert_allocation(ctx: Context, alloc: Allocation, config: Mapping[str, Any
         return False
     size = _block_size(alloc.inside, me, ctx.manifest.block_size.value)
     edits = ctx.edit_set(file)
+    names = [ctx.fresh_name(func, f"paged_{n}") for n in ("block_size", *_shape_names(per_cache))]
     text = (
         f"# paged cache: blocks of each row, block table and slots are kept here\n"
-        f"paged_block_size = {size}\n"
-        f"{me}.paged_kv = {cache_class}({batch}, {length}, paged_block_size, {device})\n"
-        f"paged_shape = {me}.paged_kv.shape({heads}, {dim})\n"
+        f"{names[0]} = {size}\n"
+        f"{me}.paged_kv = {cache_class}({batch}, {length}, {names[0]}, {device})\n"
     )
-    before = _outermost(func, alloc.loop)
+    for name, (heads, dim) in zip(names[1:], per_cache, strict=True):
+        text += f"{name} = {me}.paged_kv.shape({heads}, {dim})\n"
+    holder = next(s for s in statements(func.body) if any(n is alloc.loop for n in ast.walk(s)))
+    before = _outermost(func, holder)
     insert_before(edits, before, text, "block table", ctx.unit(func, file))
-    for call in alloc.calls:
-        new = "paged_shape"
-        args = call.args
+    for i, call in enumerate(alloc.calls):
+        new = names[1:][min(i, len(per_cache) - 1)]
+        args = list(call.args) or [k.value for k in call.keywords if k.arg == "size"]
+        if leaf(call.func) == "full" or not args:
+            ctx.refuse(file, call, "KV290", "The cache is not made by zeros, ones or empty.", "Use torch.zeros.")
+            return False
         if len(args) == 1:
             replace_expr(edits, args[0], new, "blocks instead of rows")
         else:
             start, end = file.byte_range(args[0])[0], file.byte_range(args[-1])[1]
             edits.add(start, end, new, "blocks instead of rows")
-    _drop_unread(ctx, alloc)
+    read = {n.id for t in (batch, length, size, device, *sum(per_cache, ())) for n in _names(t)}
+    _drop_unread(ctx, alloc, read)
     return True
 
 
-def _drop_unread(ctx: Context, alloc: Allocation) -> None:
-    """Assignments of the old shape that only the replaced arguments read."""
+def _shape_names(per_cache: list[tuple[str, str]]) -> tuple[str, ...]:
+    return ("shape",) if len(per_cache) == 1 else ("first_shape", "second_shape")
+
+
+_Sizes = list[tuple[ast.expr | None, ast.expr]]  # (heads, None for one; size)
+
+
+def _pair_parts(
+    shapes: list[list[ast.expr] | None], values: _Values
+) -> tuple[ast.expr, ast.expr, _Sizes] | None:
+    """(batch, length, [(KV heads, head size)]) of K and V caches of one shape."""
+    first = shapes[0]
+    same = first is not None and all(
+        s is not None and [ast.dump(a) for a in s] == [ast.dump(a) for a in first] for s in shapes
+    )
+    parts = _parts(first, values) if same and first is not None else None
+    return None if parts is None else (parts[0], parts[1], [(parts[2], parts[3])])
+
+
+def _latent_parts(
+    shapes: list[list[ast.expr] | None], values: _Values, sizes: tuple[int, int]
+) -> tuple[ast.expr, ast.expr, _Sizes] | None:
+    """(batch, length, [(1, size), (1, size)]) of [B, S, size], [B, S, 1, size] or [B, 1, S, size], each its own."""
+    out: list[tuple[ast.expr, ast.expr, ast.expr]] = []
+    for shape, size in zip(shapes, sizes, strict=False):
+        if shape is None or values.value(shape[-1]) != size:
+            return None
+        axes = shape[:-1]
+        if len(axes) == 3:
+            ones = [a for a in axes[1:] if values.value(a) == 1]
+            if len(ones) != 1:
+                return None
+            axes = [a for a in axes if a is not ones[0]]
+        out.append((axes[0], axes[1], shape[-1]))
+    if len(out) != 2 or len(shapes) != 2:
+        return None
+    if any(ast.dump(a) != ast.dump(b) for a, b in zip(out[0][:2], out[1][:2], strict=True)):
+        return None
+    return out[0][0], out[0][1], [(None, o[2]) for o in out]
+
+
+def _names(text: str) -> list[ast.Name]:
+    return [n for n in ast.walk(ast.parse(text, mode="eval")) if isinstance(n, ast.Name)]
+
+
+def _drop_unread(ctx: Context, alloc: Allocation, read: set[str]) -> None:
+    """Assignments of the old shape that only the replaced arguments read; `read` is what the new text reads."""
     file, func = alloc.inside.file, alloc.inside.node
     args = {id(n) for c in alloc.calls for a in c.args for n in ast.walk(a)}
     inside = {n.id for c in alloc.calls for a in c.args for n in ast.walk(a) if isinstance(n, ast.Name)}
@@ -114,9 +174,7 @@ def _drop_unread(ctx: Context, alloc: Allocation) -> None:
         ]
         sets = [s for s in ast.walk(func) if isinstance(s, ast.Assign) and any(own_name(t) == name for t in s.targets)]
         if not reads and len(sets) == 1 and len(sets[0].targets) == 1 and _plain(sets[0].value):
-            # batch and length are still read: by the block table
-            kept = {ast.dump(p) for p in (_shape(func, alloc.calls[0]) or [])[:2]}
-            if ast.dump(ast.Name(name, ast.Load())) not in kept:
+            if name not in read:
                 gone.add(sets[0])
     if gone:
         remove_statements(ctx.edit_set(file), func, gone, "the old shape")
@@ -148,9 +206,19 @@ def _shape(func: ast.FunctionDef, call: ast.Call) -> list[ast.expr] | None:
 
 
 def _assigned(func: ast.AST, name: str) -> list[ast.expr]:
-    return [
-        n.value for n in ast.walk(func) if isinstance(n, ast.Assign) and any(own_name(t) == name for t in n.targets)
-    ]
+    """What is assigned to a name (or to `self.name`), by itself or as an element of a tuple."""
+    out: list[ast.expr] = []
+    for n in ast.walk(func):
+        if not isinstance(n, ast.Assign):
+            continue
+        for t in n.targets:
+            if own_name(t) == name:
+                out.append(n.value)
+            elif isinstance(t, ast.Tuple) and any(own_name(e) == name for e in t.elts):
+                found = n.value.elts if isinstance(n.value, ast.Tuple) else []
+                pairs = zip(t.elts, found, strict=False) if len(found) == len(t.elts) else []
+                out += [v for e, v in pairs if own_name(e) == name] or [n.value]
+    return out
 
 
 def _parts(shape: list[ast.expr], values: _Values) -> tuple[ast.expr, ast.expr, ast.expr, ast.expr] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from kvskill.analyzer.modeling.facts import AttentionFacts, Binding
+from kvskill.analyzer.modeling.facts import AttentionFacts, Binding, Seam
 from kvskill.analyzer.modeling.values import Const, Frame, Instance, Tensor, Tup, Value
 from kvskill.implementer.framework.attention import attend_context
 from kvskill.implementer.framework.calls import add_argument, add_parameter
@@ -12,7 +12,9 @@ from kvskill.implementer.framework.context import Context
 from kvskill.implementer.render import render
 from kvskill.implementer.textops import insert_before
 
-__all__ = ["convert_attention"]
+__all__ = ["META", "cache_exprs", "convert_attention", "flat", "put_back", "rows_of", "thread"]
+
+META = "forward_metadata"  # the name under which the step travels
 
 # fresh names of the template
 _LOCALS = [
@@ -27,9 +29,12 @@ def convert_attention(ctx: Context, facts: AttentionFacts) -> None:
     torch = ctx.torch_name(file)
     if torch is None:
         return
-    caches = _cache_exprs(ctx, facts)
-    meta = _thread(ctx, facts)
-    if caches is None or meta is None:
+    caches, meta = cache_exprs(ctx, facts), thread(ctx, facts)
+    query = flat(ctx, seam, seam.q, seam.heads_expr, seam.k_dim_expr)
+    key = flat(ctx, seam, seam.k, seam.kv_heads_expr, seam.k_dim_expr)
+    value = flat(ctx, seam, seam.v, seam.kv_heads_expr, seam.v_dim_expr)
+    rows, after = rows_of(ctx, seam, seam.q), put_back(ctx, seam)
+    if caches is None or meta is None or rows is None or after is None or None in (query, key, value):
         return
     n = {name: ctx.fresh_name(func, f"paged_{name}") for name in _LOCALS}
     if facts.window is not None and facts.window.attr is None:
@@ -41,51 +46,79 @@ def convert_attention(ctx: Context, facts: AttentionFacts) -> None:
             "Keep the window of each layer in an attribute that is None for full layers.",
         )
         return
-    rows, cols = _rows(seam.q)
     context = attend_context(ctx, facts, torch, meta) | {
         "n": n,
-        "rows": rows,
-        "cols": cols,
-        "q": _flat(seam.q, seam.heads_expr, seam.k_dim_expr),
-        "k": _flat(seam.k, seam.kv_heads_expr, seam.k_dim_expr),
-        "v": _flat(seam.v, seam.kv_heads_expr, seam.v_dim_expr),
+        "rows": rows[0],
+        "cols": rows[1],
+        "q": query,
+        "k": key,
+        "v": value,
         "k_cache": caches[0],
         "v_cache": caches[1],
         "window": f"{seam.self_name}.{facts.window.attr}" if facts.window is not None else None,
-        "after": _after(seam.out),
+        "after": after,
     }
     text = render("standalone/attend", **context)
     insert_before(ctx.edit_set(file), seam.anchor, text, "paged attention", ctx.unit(func, file))
     ctx.bound_at.setdefault(id(func), []).append((seam.anchor.lineno, {seam.out.name, *filter(None, [seam.extra])}))
-    names = {m.id for e in caches for m in ast.walk(ast.parse(e)) if isinstance(m, ast.Name)}
-    ctx.use_at(func, seam.anchor.lineno, {seam.q.name, seam.k.name, seam.v.name, *names})
+    ctx.use_at(func, seam.anchor.lineno, {seam.q.name, seam.k.name, seam.v.name} | caches[2])
     ctx.use(func, {meta, seam.self_name})
     ctx.remove_seam(seam)
 
 
-def _flat(binding: Binding, heads: str, dim: str) -> str:
-    """The binding as [B * S, heads, dim]."""
+def flat(ctx: Context, seam: Seam, binding: Binding, heads: str, dim: str) -> str | None:
+    """The value as [B * S, heads, dim]; a refusal when its axes are others than the known ones."""
     x = binding.name
     if binding.layout == "BSND":
         return f"{x}.flatten(0, 1)"
     if binding.layout == "BNSD":
         return f"{x}.transpose(1, 2).flatten(0, 1)"
-    return f"{x}.reshape(-1, {heads}, {dim})"
+    if binding.layout == "BSH":
+        return f"{x}.reshape(-1, {heads}, {dim})"
+    if binding.layout in ("TND", "TH"):  # B * S flattened already
+        return f"{x}.view(-1, {heads}, {dim})"
+    _layout(ctx, seam, binding)
+    return None
 
 
-def _rows(binding: Binding) -> tuple[str, str]:
+def rows_of(ctx: Context, seam: Seam, binding: Binding) -> tuple[str, str] | None:
     """Expressions of B and S."""
     x = binding.name
-    return f"{x}.shape[0]", f"{x}.shape[{2 if binding.layout == 'BNSD' else 1}]"
+    axis = {"BSND": 1, "BSH": 1, "BNSD": 2}.get(binding.layout)
+    if axis is None:
+        _layout(ctx, seam, binding)
+        return None
+    return f"{x}.shape[0]", f"{x}.shape[{axis}]"
 
 
-def _after(out: Binding) -> str:
+def put_back(ctx: Context, seam: Seam) -> str | None:
     """From [B, S, N, D] to what the following code expects."""
-    return {"BSND": "", "BNSD": ".transpose(1, 2)", "BSH": ".flatten(2)"}.get(out.layout, "")
+    known = {
+        "BSND": "",
+        "BNSD": ".transpose(1, 2)",
+        "BSH": ".flatten(2)",
+        "TND": ".flatten(0, 1)",
+        "TH": ".flatten(2).flatten(0, 1)",
+    }
+    if seam.out.layout not in known:
+        _layout(ctx, seam, seam.out)
+    return known.get(seam.out.layout)
 
 
-def _cache_exprs(ctx: Context, facts: AttentionFacts) -> tuple[str, str] | None:
-    """How the seam's function reaches its K and V cache before the anchor; the same in every run and layer."""
+def _layout(ctx: Context, seam: Seam, binding: Binding) -> None:
+    ctx.refuse(
+        seam.file,
+        seam.anchor,
+        "KV291",
+        f"`{binding.name}` stands here as {binding.layout}, from which the padded rows are not found.",
+        "Keep it as [B, S, N, D], [B, N, S, D] or [B, S, N * D] until the cache is written.",
+    )
+
+
+def cache_exprs(ctx: Context, facts: AttentionFacts) -> tuple[str, str, set[str]] | None:
+    """How the seam's function reaches its K and V cache before the anchor; the same in every run and layer;
+    the names in it.
+    """
     seam = facts.seam
     frames = [f for f in ctx.frames_of(seam.func) if f.self_ is not None]
     found: list[str] = []
@@ -104,7 +137,8 @@ def _cache_exprs(ctx: Context, facts: AttentionFacts) -> tuple[str, str] | None:
             )
             return None
         found.append(min(options, key=lambda e: (len(e), e)))
-    return found[0], found[1]
+    names = {m.id for e in found for m in ast.walk(ast.parse(e)) if isinstance(m, ast.Name)}
+    return found[0], found[1], names
 
 
 def _reach(frame: Frame, anchor: ast.stmt, me: str, name: str) -> set[str]:
@@ -135,10 +169,10 @@ def _is(value: Value, inst: Value | None, name: str) -> bool:
     )
 
 
-def _thread(ctx: Context, facts: AttentionFacts) -> str | None:
+def thread(ctx: Context, facts: AttentionFacts) -> str | None:
     """Add a `forward_metadata` parameter from the entry's forward down to the seam; returns its name there."""
     seam = facts.seam
-    name = "forward_metadata"
+    name = META
     for frame in ctx.frames_of(seam.func):
         current: Frame | None = frame
         while current is not None:

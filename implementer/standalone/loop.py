@@ -31,47 +31,80 @@ class Loop:
     inside: Function
     prefill: ast.Call
     decode: ast.Call
+    first: dict[str, ast.expr]  # arguments of the prefill call by name
+    later: dict[str, ast.expr]
 
 
-def find_loops(file: SourceFile, owner: ast.ClassDef | None) -> tuple[list[Loop], list[ast.Call]]:
-    """Loops of the class, and model calls that are in none."""
+def find_loops(
+    file: SourceFile, owner: ast.ClassDef | None, params: list[str], allocator: str
+) -> tuple[list[Loop], list[ast.Call]]:
+    """Loops of the class, and model calls that are in none.
+
+    `params` are the names of the model's forward, by which positional arguments are read; `allocator` is the method
+    that gives the caches.
+    """
     loops, left = [], []
     for func in functions(file):
         if func.owner is not owner:
             continue
-        calls = [n for n in ast.walk(func.node) if isinstance(n, ast.Call) and _is_model_call(n)]
-        calls.sort(key=lambda c: c.lineno)
-        first = [c for c in calls if _phase(c) is True]
-        later = [c for c in calls if _phase(c) is False]
+        caches = _from_allocator(func.node, allocator)
+        calls = []
+        for n in ast.walk(func.node):
+            given = _given(n, params) if isinstance(n, ast.Call) else None
+            if given is not None and isinstance(n, ast.Call) and _is_model_call(n, given, caches):
+                calls.append((n, given))
+        calls.sort(key=lambda c: c[0].lineno)
+        first = [c for c in calls if _phase(c[1]) is True]
+        later = [c for c in calls if _phase(c[1]) is False]
         if len(first) == 1 and len(later) == 1 and len(calls) == 2:
-            loops.append(Loop(func, first[0], later[0]))
+            loops.append(Loop(func, first[0][0], later[0][0], first[0][1], later[0][1]))
         else:
-            left.extend(calls)
+            left.extend(c for c, _ in calls)
     return loops, left
 
 
-def _is_model_call(node: ast.Call) -> bool:
-    return any(k.arg in CACHES for k in node.keywords) and any(k.arg == "input_ids" for k in node.keywords)
+def _given(call: ast.Call, params: list[str]) -> dict[str, ast.expr] | None:
+    """Arguments by name; None when they cannot be told."""
+    if any(isinstance(a, ast.Starred) for a in call.args) or len(call.args) > len(params):
+        return None
+    return dict(zip(params, call.args, strict=False)) | {k.arg: k.value for k in call.keywords if k.arg is not None}
 
 
-def _phase(node: ast.Call) -> bool | None:
-    value = _keyword(node, "is_prefill")
+def _from_allocator(func: ast.FunctionDef, allocator: str) -> set[str]:
+    """Names that are bound to what the allocating method returns."""
+    return {
+        name
+        for n in ast.walk(func)
+        if isinstance(n, ast.Assign) and any(isinstance(c, ast.Call) and leaf(c.func) == allocator for c in ast.walk(n))
+        for t in n.targets
+        if (name := own_name(t)) is not None
+    }
+
+
+def _is_model_call(node: ast.Call, given: dict[str, ast.expr], caches: set[str]) -> bool:
+    """A call that hands over tokens and caches; one with positional arguments must hand over the allocator's."""
+    held = next((given[name] for name in CACHES if name in given), None)
+    if held is None or "input_ids" not in given:
+        return False
+    if all(any(k.arg == name for k in node.keywords) for name in ("input_ids", *(set(CACHES) & set(given)))):
+        return True
+    return any((own_name(n) or "") in caches for n in ast.walk(held))
+
+
+def _phase(given: dict[str, ast.expr]) -> bool | None:
+    value = given.get("is_prefill")
     return value.value if isinstance(value, ast.Constant) and isinstance(value.value, bool) else None
 
 
-def _keyword(node: ast.Call, name: str) -> ast.expr | None:
-    return next((k.value for k in node.keywords if k.arg == name), None)
-
-
-def convert_loop(ctx: Context, loop: Loop, me: str) -> bool:
-    """All edits of one loop; False when a part of it was refused."""
+def convert_loop(ctx: Context, loop: Loop, me: str, picked: bool = False) -> bool:
+    """All edits of one loop; False when a part of it was refused. `picked`: the model picks each row's last token."""
     node, file = loop.inside.node, loop.inside.file
     mask = _mask(node)
     if mask is None:
         _refuse(ctx, file, node, "the tokenizer's result is not bound to one name before prefill")
         return False
-    lengths, positions = _keyword(loop.decode, "kv_len"), _keyword(loop.decode, "position_ids")
-    first_positions = _keyword(loop.prefill, "position_ids")
+    lengths, positions = loop.later.get("kv_len"), loop.later.get("position_ids")
+    first_positions = loop.first.get("position_ids")
     if not isinstance(lengths, ast.Name) or not isinstance(positions, ast.Name):
         _refuse(ctx, file, loop.decode, "the decode call does not pass kv_len and position_ids by name")
         return False
@@ -83,7 +116,7 @@ def convert_loop(ctx: Context, loop: Loop, me: str) -> bool:
         _refuse(ctx, file, loop.prefill, "the prefill call does not pass position_ids by name")
         return False
     decode_loop = _around(node, loop.decode)
-    picks = _picks(node, loop)
+    picks = [] if picked else _picks(node, loop)
     if decode_loop is None or picks is None:
         what = "decode is not in a loop" if decode_loop is None else "the next token is not taken from `[:, -1]`"
         _refuse(ctx, file, loop.decode if decode_loop is None else loop.prefill, what)
@@ -115,15 +148,15 @@ def convert_loop(ctx: Context, loop: Loop, me: str) -> bool:
     old = [s for n in (lengths.id, positions.id) for s in _assigns(node, n) if s in inside]
     _put(ctx, file, node, sorted(old, key=lambda s: s.lineno), call_stmt, step, unit)
     for call in (loop.prefill, loop.decode):
-        end = file.byte_range(call.keywords[-1].value)[1]
-        start = file.byte_range(call.keywords[-1])[0]
+        last = call.keywords[-1] if call.keywords else call.args[-1]
+        start, end = file.byte_range(last)
         line = max(s for s in file.line_starts if s <= start)
         lead = file.raw[line:start].decode()
         gap = ",\n" + lead if not lead.strip() else ", "
         edits.add(end, end, f"{gap}forward_metadata={meta}", "hand the metadata on")
     for pick in picks:
-        start, end = file.byte_range(pick)
-        edits.add(start, end, f"{meta}.last_token({file.segment(pick.value)})", "each row's last real token")
+        text = f"{meta}.last_token({file.segment(pick.value)})" + (".unsqueeze(1)" if _keeps_axis(pick) else "")
+        replace_expr(edits, pick, text, "each row's last real token")
     return True
 
 
@@ -139,8 +172,8 @@ class _Batch:
 
 def _mini_batch(file: SourceFile, node: ast.FunctionDef, loop: Loop) -> _Batch | str | None:
     """The mini-batch of the prefill call, None when it takes all rows, or what is not understood."""
-    ids = _keyword(loop.prefill, "input_ids")
-    caches = next(k.value for k in loop.prefill.keywords if k.arg in CACHES)
+    ids = loop.first["input_ids"]
+    caches = next(loop.first[name] for name in CACHES if name in loop.first)
     inside = _around(node, loop.prefill)
     if inside is None and isinstance(ids, (ast.Name, ast.Attribute)) and own_name(caches) is not None:
         return None
@@ -247,27 +280,84 @@ def _put(
 
 
 def _picks(node: ast.FunctionDef, loop: Loop) -> list[ast.Subscript] | None:
-    """`logits[:, -1]` between the prefill call and the decode call."""
+    """`logits[:, -1]` of the prefill call's result, between that call and the decode call. None when there is none,
+    or when the result is read in a way that is not followed.
+    """
+    names = _results(node, loop)
     found = [
         n
         for n in ast.walk(node)
         if isinstance(n, ast.Subscript)
         and loop.prefill.lineno < n.lineno < loop.decode.lineno
         and _last_column(n.slice)
+        and _is_result(n.value, names)
     ]
     return found or None
 
 
+def _results(node: ast.FunctionDef, loop: Loop) -> set[str]:
+    """Names that hold the prefill call's result or logits [B, S, ..] made of it."""
+    made = _statement(node, loop.prefill)
+    names = {n for t in getattr(made, "targets", []) if (n := own_name(t)) is not None}
+    for _ in range(4):
+        for s in _between(node, loop):
+            if isinstance(s, ast.Assign) and _is_result(s.value, names) and not isinstance(s.value, ast.Name):
+                names |= {n for t in s.targets if (n := own_name(t)) is not None}
+    return names
+
+
+def _between(node: ast.FunctionDef, loop: Loop) -> list[ast.stmt]:
+    return [s for s in statements(node.body) if loop.prefill.lineno <= s.lineno < loop.decode.lineno]
+
+
+_SAME_ROWS = ("float", "to", "cpu", "softmax", "log_softmax", "argmax", "div", "detach", "clone", "contiguous")
+
+
+def _is_result(value: ast.expr, names: set[str]) -> bool:
+    """A name of the result, a field or item of it, or an operation that keeps its rows and columns."""
+    if own_name(value) in names:
+        return True
+    if isinstance(value, ast.Attribute):
+        return _is_result(value.value, names)
+    if isinstance(value, ast.Subscript):
+        return isinstance(value.slice, ast.Constant) and _is_result(value.value, names)
+    if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Div, ast.Mult)):
+        return _is_result(value.left, names)
+    if isinstance(value, ast.Call) and leaf(value.func) in _SAME_ROWS and not _keeps_dim(value):
+        inner = value.func.value if isinstance(value.func, ast.Attribute) else None
+        if inner is not None and leaf(inner) not in ("torch", "F", "functional"):
+            return _is_result(inner, names)
+        return bool(value.args) and _is_result(value.args[0], names)
+    return False
+
+
+def _keeps_dim(call: ast.Call) -> bool:
+    """An argmax that is not over the last axis (or keeps it) leaves other axes than [B, S]."""
+    if leaf(call.func) != "argmax":
+        return False
+    given = [k.value for k in call.keywords if k.arg == "dim"] or call.args[-1:]
+    last = bool(given) and ast.unparse(given[0]) == "-1"
+    return not last or any(k.arg == "keepdim" for k in call.keywords)
+
+
+def _keeps_axis(pick: ast.Subscript) -> bool:
+    """`[:, -1:]` keeps the column axis, `[:, -1]` does not."""
+    assert isinstance(pick.slice, ast.Tuple)
+    return isinstance(pick.slice.elts[1], ast.Slice)
+
+
 def _last_column(index: ast.expr) -> bool:
+    """`[:, -1]`, `[:, -1:]` and both with a third `:`"""
     if not isinstance(index, ast.Tuple) or len(index.elts) not in (2, 3):
         return False
-    first, second = index.elts[:2]
-    if not isinstance(first, ast.Slice) or first.lower or first.upper:
+    whole = [index.elts[0], *index.elts[2:]]
+    if not all(isinstance(e, ast.Slice) and not e.lower and not e.upper and not e.step for e in whole):
         return False
-    if len(index.elts) == 3:
-        third = index.elts[2]
-        if not isinstance(third, ast.Slice) or third.lower or third.upper:
+    second = index.elts[1]
+    if isinstance(second, ast.Slice):
+        if second.upper or second.step or second.lower is None:
             return False
+        second = second.lower
     return (
         isinstance(second, ast.UnaryOp)
         and isinstance(second.op, ast.USub)

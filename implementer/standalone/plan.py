@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-from kvskill.analyzer.modeling.dims import Dim
 from kvskill.analyzer.modeling.facts import ModelFacts
 from kvskill.analyzer.modeling.trace import ancestors
-from kvskill.analyzer.modeling.values import Tensor
 from kvskill.analyzer.runner.files import functions, leaf
+from kvskill.analyzer.runner.topology import gathers
 from kvskill.analyzer.runner.walkrun import CACHES
 from kvskill.diagnostics import Diagnostic, Severity, Span
 from kvskill.implementer.framework.calls import write_additions
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.framework.deadcode import settle_names, sweep, write_removals
 from kvskill.implementer.plan import Plan
-from kvskill.implementer.standalone.allocation import Allocation, convert_allocation, find_allocations
+from kvskill.implementer.standalone.allocation import convert_allocation, find_allocations
 from kvskill.implementer.standalone.attention import convert_attention
 from kvskill.implementer.standalone.helpers import helper_names, insert_helpers
+from kvskill.implementer.standalone.latent import convert_latent
 from kvskill.implementer.standalone.loop import convert_loop, find_loops
+from kvskill.implementer.standalone.pick import convert_pick
 from kvskill.implementer.standalone.prepare import convert_prepare, find_prepare
+from kvskill.implementer.textops import names_read, statements
 from kvskill.manifest import Manifest
 
 __all__ = ["build_standalone_plan"]
@@ -34,12 +36,14 @@ def build_standalone_plan(facts: ModelFacts, manifest: Manifest, config: Mapping
     if blocking or not facts.attentions:
         return Plan({}, tuple(blocking) or (_nothing(facts),))
     for group in manifest.groups:
-        if group.prefill is not None and group.prefill.layout != "TND":
+        wanted = "NTD_TND" if group.attention == "MLA" else "TND"
+        if group.prefill is not None and group.prefill.layout != wanted:
             return Plan({}, (_head_size(facts, group.prefill.layout),))
     for attention in facts.attentions:
-        convert_attention(ctx, attention)
+        (convert_attention if attention.mla is None else convert_latent)(ctx, attention)
+    picked = convert_pick(ctx)
     sweep(ctx, parameters=False)
-    _convert_host(ctx, config)
+    _convert_host(ctx, config, picked)
     _other_readers(ctx)
     settle_names(ctx)
     write_removals(ctx)
@@ -47,7 +51,7 @@ def build_standalone_plan(facts: ModelFacts, manifest: Manifest, config: Mapping
     return Plan({k: v for k, v in ctx.edits.items() if v.edits}, tuple(dict.fromkeys(ctx.findings)))
 
 
-def _convert_host(ctx: Context, config: Mapping[str, Any]) -> None:
+def _convert_host(ctx: Context, config: Mapping[str, Any], picked: bool) -> None:
     """Allocation, and whoever prepares the model's inputs."""
     entry = ctx.facts.entry
     assert entry is not None
@@ -68,18 +72,41 @@ def _convert_host(ctx: Context, config: Mapping[str, Any]) -> None:
     alloc = allocations[0]
     file = alloc.inside.file
     _, cache_class = helper_names(file)
-    if not convert_allocation(ctx, alloc, config, cache_class) or not insert_helpers(ctx, file, not _by_position(ctx)):
+    latent = _latent_sizes(ctx)
+    if latent == "mixed":
+        ctx.refuse(
+            entry.file,
+            entry.node,
+            "KV296",
+            "The model has latent attention beside ordinary attention, and one pair of caches for each layer.",
+            "Convert it by hand.",
+        )
+        return
+    assert not isinstance(latent, str)
+    right_only = not _by_position(ctx)
+    if not convert_allocation(ctx, alloc, config, cache_class, latent) or not insert_helpers(ctx, file, right_only):
         return
     me = alloc.inside.node.args.args[0].arg
     prepared = find_prepare(file, alloc.inside.owner)
     if prepared is not None:
-        if _prefill_logits(ctx) == "all":
+        if not picked:
             _refuse_logits(ctx)
         convert_prepare(ctx, prepared[0], prepared[1], prepared[0].node.args.args[0].arg)
         _wrappers(ctx)
-        _gathered_rows(ctx, alloc)
         return
-    loops, left = find_loops(file, alloc.inside.owner)
+    gathered = gathers(ctx.facts.program.files.values())
+    if gathered:
+        ctx.refuse(
+            gathered[0][0].file,
+            gathered[0][1],
+            "KV290",
+            "The loop gathers lengths over ranks; the paged step describes the rows of one rank.",
+            "Keep each rank's rows to itself, or convert it by hand.",
+        )
+        return
+    forward = entry.method("forward")
+    params = [a.arg for a in forward[0].args.args[1:]] if forward is not None else []
+    loops, left = find_loops(file, alloc.inside.owner, params, alloc.inside.node.name)
     if len(loops) != 1 or left:
         at: ast.AST = left[0] if left else (loops[1].prefill if len(loops) > 1 else alloc.inside.owner or file.tree)
         ctx.refuse(
@@ -87,55 +114,37 @@ def _convert_host(ctx: Context, config: Mapping[str, Any]) -> None:
             at,
             "KV290",
             "No single function with one prefill call and one decode call of the model was found.",
-            "Call the model by keywords, with is_prefill=True once and is_prefill=False once.",
+            "Call the model with is_prefill=True once and with is_prefill=False once, in one function.",
         )
         return
-    if _prefill_logits(ctx) == "one":
-        ctx.refuse(
-            entry.file,
-            entry.node,
-            "KV290",
-            "The model already picks one prompt token, and the runner takes the last column of it.",
-            "Return the logits of all prompt tokens, or pick by row in the model.",
-        )
-        return
-    convert_loop(ctx, loops[0], me)
+    convert_loop(ctx, loops[0], me, picked)
+
+
+def _latent_sizes(ctx: Context) -> tuple[int, int] | Literal["mixed"] | None:
+    """Sizes of the two tensors of a pair of caches of latent attention, in the order of the pair."""
+    found: set[tuple[int, int] | None] = set()
+    for a in ctx.facts.attentions:
+        if a.mla is None:
+            found.add(None)
+            continue
+        sizes = a.mla.values["rank"], a.mla.values["rope"]
+        found.add(sizes if a.seam.k_cache == "k" else sizes[::-1])
+    return found.pop() if len(found) == 1 else "mixed"
 
 
 def _by_position(ctx: Context) -> bool:
-    """Do all prefill queries depend on position_ids? Otherwise rotary counts columns (or there is none)."""
+    """Do all rotated queries of prefill depend on position_ids? Otherwise rotary counts columns (or there is none)."""
     run = ctx.facts.prefill
     assert run is not None
     for attention in ctx.facts.attentions:
+        name = (attention.seam.q if attention.mla is None else attention.mla.q_rope).name
         for frame in run.walk.frames:
             before = frame.env_before.get(id(attention.seam.anchor)) if frame.func is attention.seam.func else None
             if before is not None and not any(
-                t.op == "input:position_ids" for t in ancestors([before[attention.seam.q.name]])
+                t.op == "input:position_ids" for t in ancestors([before[name]])
             ):
                 return False
     return True
-
-
-def _prefill_logits(ctx: Context) -> str:
-    """Does prefill give logits for all columns, for one, or is it not known?"""
-    run = ctx.facts.prefill
-    assert run is not None
-    value = run.result
-    found = [value] if isinstance(value, Tensor) else [v for v in _inside(value) if isinstance(v, Tensor)]
-    for t in found:
-        if t.shape is not None and len(t.shape) == 3:
-            return "all" if t.shape[1] == Dim.atom("S") else "one"
-    return "unknown"
-
-
-def _inside(value: object) -> list[object]:
-    for name in ("items", "kwargs", "attrs"):
-        held = getattr(value, name, None)
-        if isinstance(held, list):
-            return list(held)
-        if isinstance(held, dict) and held:
-            return list(held.values())
-    return []
 
 
 def _refuse_logits(ctx: Context) -> None:
@@ -145,7 +154,7 @@ def _refuse_logits(ctx: Context) -> None:
         entry.file,
         entry.node,
         "KV290",
-        "The model gives logits for all prompt columns while its inputs are prepared elsewhere than in the loop.",
+        "The model picks no prompt token before its head, and its inputs are prepared elsewhere than in the loop.",
         "Pick each row's last token in the model's forward.",
     )
 
@@ -169,46 +178,49 @@ def _wrappers(ctx: Context) -> None:
                     )
 
 
-def _gathered_rows(ctx: Context, alloc: Allocation) -> None:
-    """Rows that are gathered over ranks are more than the metadata describes; it raises there, and this says so."""
-    for func in functions(alloc.inside.file):
-        if func.owner is not alloc.inside.owner:
-            continue
-        for node in ast.walk(func.node):
-            if isinstance(node, ast.Call) and leaf(node.func) == "all_gather_into_tensor":
-                if any(isinstance(a, ast.Name) and "kv_len" in a.id for a in node.args):
-                    ctx.optional(
-                        alloc.inside.file,
-                        node,
-                        "KV292",
-                        "Lengths are gathered over attention ranks here (attn_tp and attn_dp above 1); the paged step "
-                        "describes the rows of one rank and raises in that topology.",
-                        "Gather the padding mask and the lengths before the metadata is built, or keep attn_dp_size 1.",
-                    )
-                    return
-
-
 def _other_readers(ctx: Context) -> None:
-    """Code that still reads a size of the caches: it now sees blocks."""
+    """Code that still reads a size of the caches: it now sees blocks. What comes of it must not be used."""
     for file in ctx.facts.program.files.values():
-        for node in ast.walk(file.tree):
-            sized = isinstance(node, ast.Attribute) and node.attr in ("size", "shape")
-            base = node.value if isinstance(node, ast.Attribute) else None
-            while isinstance(base, ast.Subscript):
-                base = base.value
-            if (
-                sized
-                and isinstance(node, ast.Attribute)
-                and isinstance(node.value, ast.Subscript)
-                and leaf(base or node) in CACHES
-            ):
-                ctx.optional(
-                    file,
-                    node,
-                    "KV292",
-                    "A size of the cache is read here; the cache is now [blocks, block_size, heads, dim].",
-                    "Make sure that nothing depends on it: positions come from the runner.",
-                )
+        for func in functions(file):
+            for node in ast.walk(func.node):
+                if not _cache_size(node):
+                    continue
+                task = "Take positions and lengths from the runner; drop this read."
+                fact = "A size of the cache is read here; the cache is now [blocks, block_size, heads, dim]."
+                if _unused(ctx, func.node, node):
+                    ctx.optional(file, node, "KV292", fact, task)
+                else:
+                    ctx.refuse(file, node, "KV292", fact, task)
+
+
+def _cache_size(node: ast.AST) -> bool:
+    """`past_key_values[0][0].shape` and `.size()`"""
+    if not (isinstance(node, ast.Attribute) and node.attr in ("size", "shape")):
+        return False
+    base: ast.expr = node.value
+    while isinstance(base, ast.Subscript):
+        base = base.value
+    return base is not node.value and leaf(base) in CACHES
+
+
+def _unused(ctx: Context, func: ast.FunctionDef, node: ast.AST) -> bool:
+    """Is the value only given a name that no statement of either phase reads?"""
+    stmt = next(s for s in reversed(list(statements(func.body))) if any(n is node for n in ast.walk(s)))
+    names = {n.id for t in getattr(stmt, "targets", []) for n in ast.walk(t) if isinstance(n, ast.Name)}
+    frames = ctx.frames_of(func)
+    if not isinstance(stmt, ast.Assign) or not names or not frames:
+        return False
+    ran = [s for s in statements(func.body) if any(id(s) in f.env_before for f in frames) and s is not stmt]
+    return not any(names & names_read(_own_part(s)) for s in ran)
+
+
+def _own_part(stmt: ast.stmt) -> list[ast.AST]:
+    """What a statement reads itself, without the statements in it."""
+    if isinstance(stmt, (ast.If, ast.While)):
+        return [stmt.test]
+    if isinstance(stmt, ast.For):
+        return [stmt.iter]
+    return [*stmt.items] if isinstance(stmt, ast.With) else [stmt]
 
 
 def _nothing(facts: ModelFacts) -> Diagnostic:

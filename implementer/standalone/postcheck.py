@@ -43,7 +43,8 @@ def postcheck_standalone(plan: Plan, facts: ModelFacts, config: Mapping[str, Any
     calls = attends(files.values())
     for attention in facts.attentions:
         mine = [c for c in calls if c.inside.owner is not None and c.inside.owner.name == attention.seam.owner.name]
-        if len(mine) != 1 or not mine[0].paged:
+        phases = [c.paged for c in mine]
+        if phases != ([True] if attention.mla is None else [False, True]):
             out.append(_finding(attention.file.shown, f"{attention.cls.name} has {len(mine)} attention calls."))
         for node in ast.walk(mine[0].inside.node) if mine else ():
             if isinstance(node, ast.Attribute) and node.attr in ("scatter_update_", "scatter_update"):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 
 from kvskill.analyzer.runner.files import Function, functions, leaf, own_name
+from kvskill.analyzer.runner.topology import gathers
 from kvskill.analyzer.runner.walkrun import CACHES
 from kvskill.implementer.framework.context import Context
-from kvskill.implementer.textops import body_start, insert_before
+from kvskill.implementer.textops import body_start, insert_before, remove_statements, statements
 from kvskill.source import SourceFile
 
 __all__ = ["convert_prepare", "find_prepare"]
@@ -21,7 +22,8 @@ def find_prepare(file: SourceFile, owner: ast.ClassDef | None) -> tuple[Function
         if func.owner is not owner:
             continue
         for node in ast.walk(func.node):
-            if isinstance(node, ast.Dict) and any(isinstance(k, ast.Constant) and k.value in CACHES for k in node.keys):
+            keys = [k.value for k in node.keys if isinstance(k, ast.Constant)] if isinstance(node, ast.Dict) else []
+            if isinstance(node, ast.Dict) and "input_ids" in keys and any(k in CACHES for k in keys):
                 return func, node
     return None
 
@@ -59,13 +61,40 @@ def convert_prepare(ctx: Context, func: Function, made: ast.Dict, me: str) -> bo
             "Let `kv_len` be the number of cached tokens before the step.",
         )
         return False
-    text = (
-        "# the step in the paged cache: slots, lengths and table, from the padding mask or the cached lengths\n"
+    changed = _changed_lengths(node)
+    if changed is not None:
+        ctx.refuse(
+            file,
+            changed,
+            "KV290",
+            "`kv_len` is changed here, so that the model would not get the number of cached tokens.",
+            "Hand `kv_len` on as it came in.",
+        )
+        return False
+    stale = _stale_positions(node)
+    if isinstance(stale, ast.AST):
+        ctx.refuse(
+            file,
+            stale,
+            "KV290",
+            "`position_ids` is bound here in a way that is not understood.",
+            "Bind it by plain assignments.",
+        )
+        return False
+    guard = _guard(ctx, func)
+    if guard is None:
+        return False
+    text = guard + (
+        "# the step in the paged cache: slots, lengths and table, from the padding mask or the tokens cached so far\n"
         "if is_prefill:\n"
         f"    forward_metadata = {me}.paged_kv.prefill(attention_mask)\n"
         "else:\n"
+        f"    kv_len = {me}.paged_kv.kv_len  # tokens in the cache, by row\n"
         f"    forward_metadata = {me}.paged_kv.decode(kv_len)\n"
     )
+    if any(isinstance(k, ast.Constant) and k.value == "position_ids" for k in made.keys):
+        text += "position_ids = forward_metadata.position_ids\n"
+        remove_statements(ctx.edit_set(file), node, set(stale), "positions by row come from the metadata")
     edits = ctx.edit_set(file)
     insert_before(edits, _after_checks(node), text, "metadata of the step", ctx.unit(node, file))
     first = made.keys[0]
@@ -76,6 +105,32 @@ def convert_prepare(ctx: Context, func: Function, made: ast.Dict, me: str) -> bo
     gap = "\n" + lead if not lead.strip() else " "
     edits.add(at, at, f'"forward_metadata": forward_metadata,{gap}', "hand the metadata on")
     return True
+
+
+def _guard(ctx: Context, func: Function) -> str | None:
+    """An error, in the code's own terms, for topologies in which attention sees the rows of several ranks."""
+    tests: list[str] = []
+    for found, call, test in gathers([func.file]):
+        if found.node is not func.node:
+            continue
+        own = {a.arg for a in func.node.args.args}
+        if test is None or not own >= {n.id for n in ast.walk(test.test) if isinstance(n, ast.Name)} - {"batch_size"}:
+            ctx.refuse(
+                func.file,
+                call,
+                "KV290",
+                "Lengths are gathered over ranks here, whatever the topology.",
+                "Gather them only where several ranks share their rows, under a test of the parallel sizes.",
+            )
+            return None
+        if not any(isinstance(n, ast.Name) and n.id in ("kv_len", "batch_size") for n in ast.walk(test.test)):
+            tests.append(func.file.segment(test.test))
+    if not tests:
+        return ""
+    return (
+        f"if {tests[0]}:\n"
+        '    raise NotImplementedError("the paged step describes the rows of one rank: keep attn_dp_size 1")\n'
+    )
 
 
 def _after_checks(node: ast.FunctionDef) -> ast.stmt:
@@ -108,3 +163,46 @@ def _positions(node: ast.FunctionDef) -> ast.expr | None:
             if "kv_len" in names and any(isinstance(x, ast.BinOp) for x in ast.walk(n.value)):
                 return n.value
     return None
+
+
+def _stale_positions(node: ast.FunctionDef) -> list[ast.stmt] | ast.stmt:
+    """Statements that only bind or change `position_ids`; the first one that does more."""
+    out: list[ast.stmt] = []
+    for s in statements(node.body):
+        targets = s.targets if isinstance(s, ast.Assign) else [s.target] if isinstance(s, ast.AugAssign) else []
+        if any(own_name(t) == "position_ids" for t in targets) and len(targets) == 1:
+            out.append(s)
+        elif any(isinstance(n, ast.Name) and n.id == "position_ids" for t in targets for n in ast.walk(t)):
+            return s
+        elif isinstance(s, ast.Expr) and _in_place(s.value):
+            out.append(s)
+    return out
+
+
+def _changed_lengths(node: ast.FunctionDef) -> ast.stmt | None:
+    """The first binding of `kv_len` that is neither zeros (prefill) nor the same value in another form."""
+    for s in statements(node.body):
+        targets = s.targets if isinstance(s, ast.Assign) else [s.target] if isinstance(s, ast.AugAssign) else []
+        if not any(isinstance(n, ast.Name) and n.id == "kv_len" for t in targets for n in ast.walk(t)):
+            continue
+        value = getattr(s, "value", None)
+        zeros = isinstance(value, ast.Call) and leaf(value.func) in ("zeros", "zeros_like")
+        same = isinstance(value, ast.Name) or (
+            isinstance(value, ast.Call)
+            and isinstance(value.func, ast.Attribute)
+            and value.func.attr in ("to", "int", "long", "clone", "view", "contiguous")
+            and own_name(value.func.value) == "kv_len"
+        )
+        if not isinstance(s, ast.Assign) or not (zeros or same):
+            return s
+    return None
+
+
+def _in_place(node: ast.expr) -> bool:
+    """`position_ids.masked_fill_(..)` and its like."""
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr.endswith("_")
+        and own_name(node.func.value) == "position_ids"
+    )

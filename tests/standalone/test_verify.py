@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvskill.diagnostics import ExitCode
+from kvskill.diagnostics import ExitCode, InputError
 from kvskill.verifier.options import VerifyOptions
 from kvskill.verifier.run import verify_model
+from kvskill.verifier.standalone.run import is_standalone
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -21,7 +24,7 @@ def _options(folder: Any, **more: Any) -> VerifyOptions:
     return replace(options, **more)
 
 
-@pytest.mark.parametrize("name", ["skeleton_gqa", "skeleton_sliding", "skeleton_minibatch"])
+@pytest.mark.parametrize("name", ["skeleton_gqa", "skeleton_sliding", "skeleton_minibatch", "skeleton_mla"])
 def test_case_agrees_with_its_before_state_and_hf(case: Callable[[str], Any], name: str) -> None:
     folder = case(name)
     folder.convert()
@@ -30,7 +33,7 @@ def test_case_agrees_with_its_before_state_and_hf(case: Callable[[str], Any], na
     oracles = {c.oracle for c in report.comparisons}
     assert oracles == {"old, right", "old, left", "HF, right", "HF, left"}
     assert max(c.relative for c in report.comparisons) < 1e-5
-    assert all(check.ok for check in report.checks) and len(report.checks) == 5
+    assert all(check.ok for check in report.checks) and len(report.checks) == 10
     assert any("decode step, median" in n and "old" in n and "new" in n for n in report.notes)
 
 
@@ -41,3 +44,131 @@ def test_a_wrong_runner_is_found(case: Callable[[str], Any]) -> None:
     report = verify_model(_options(folder))
     assert report.exit_code is ExitCode.FOUND
     assert any("block_table" in f.fact or f.code in ("KV400", "KV409") for f in report.findings)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_one_token_prompt_in_a_padded_batch_is_right(case: Callable[[str], Any], tp: int) -> None:
+    """The default prompts have one token, and one that ends with its block. The old runner is wrong for the former."""
+    folder = case("skeleton_prepare")
+    folder.convert()
+    report = verify_model(_options(folder, prompts=None, tp=tp))
+    assert report.exit_code is ExitCode.DONE, [str(f) for f in report.findings]
+    assert "prompts 5,1,16,17" in report.setup[0] and f"tp {tp}" in report.setup[0]
+    assert all(c.ok for c in report.comparisons if c.oracle.startswith("HF"))
+    assert [(c.oracle, c.prompt) for c in report.comparisons if not c.ok] == [("old, right", 1), ("old, left", 1)]
+    assert [f.code for f in report.findings] == ["KV421"]
+    assert all(check.ok for check in report.checks) and len(report.checks) == (10 if tp == 1 else 11)
+
+
+def test_the_naive_pick_fails_the_one_token_prompt(case: Callable[[str], Any]) -> None:
+    folder = case("skeleton_prepare")
+    folder.convert()
+    folder.replace(
+        "models/modeling_prep.py",
+        "forward_metadata.last_token(hidden_states).unsqueeze(1)",
+        "torch.gather(hidden_states, 1, (position_ids.max(dim=-1)[0].clamp(min=1))[:, None, None]"
+        ".expand(-1, 1, hidden_states.shape[-1]))",
+    )
+    report = verify_model(_options(folder, prompts=None, checks=False))
+    assert report.exit_code is ExitCode.FOUND
+    bad = [f for f in report.findings if f.code == "KV400" and "right padding" in f.fact]
+    assert bad and all("prompt 1" in f.fact for f in bad)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code", "check"),
+    [
+        ("(self.blocks_per_row * self.block_size)", "self.max_seq_len", "KV461", "runner.slots"),
+        ("_lengths_kv=counts", "_lengths_kv=[c + 1 for c in counts]", "KV405", "runner.key-lengths"),
+        ("self.kv_len = torch.cat([self.kv_len[:first_row], lengths])", "self.kv_len = self.kv_len", "KV407", None),
+        ("            if count > self.max_seq_len:", "            if count > 1 << 20:", "KV425", "runner.overflow"),
+        ("inference time cost of decode is", "decode took", "KV426", "runner.log-lines"),
+    ],
+)
+def test_findings_have_codes_of_their_own(
+    case: Callable[[str], Any], old: str, new: str, code: str, check: str | None
+) -> None:
+    folder = case("skeleton_gqa")
+    folder.convert()
+    folder.replace("runner_skel.py", old, new)
+    report = verify_model(_options(folder, prompts=(5, 2), decode_steps=14, block_size=16))
+    assert report.exit_code is ExitCode.FOUND
+    found = next(f for f in report.findings if f.code == code)
+    assert check is None or found.data["check"] == check
+
+
+def test_a_name_under_models_is_recognised(case: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = case("skeleton_gqa")
+    monkeypatch.chdir(folder.model.parents[1])
+    assert is_standalone(VerifyOptions(model=Path("skel")))
+    monkeypatch.chdir("/")
+    assert is_standalone(VerifyOptions(model=Path("skel"), repo=folder.model.parents[1]))
+    assert not is_standalone(VerifyOptions(model=Path("no-such-model")))
+
+
+@pytest.mark.parametrize("flag", ["before", "outside", "yaml", "vocab", "dtype"])
+def test_what_cannot_run_says_so(case: Callable[[str], Any], tmp_path: Path, flag: str) -> None:
+    folder, more, code = case("skeleton_gqa"), {}, "KV430"
+    other = tmp_path / "other"
+    other.mkdir()
+    if flag == "before":
+        more, code = {"before_repo": other}, "KV434"
+    elif flag == "outside":
+        more = {"repo": other}
+    elif flag == "yaml":
+        (folder.model / "config" / "a.yaml").write_text("a: [1,\n", encoding="utf-8")
+        code = "KV435"
+    elif flag == "vocab":
+        config = other / "config.json"
+        config.write_text('{"model_type": "llama", "num_hidden_layers": 2}', encoding="utf-8")
+        more, code = {"config": config}, "KV435"
+    else:
+        more = {"dtype": "bf16"}
+    with pytest.raises(InputError) as caught:
+        verify_model(_options(folder, **more))
+    assert caught.value.findings[0].code == code
+
+
+def test_a_nested_config_is_shrunk_and_run(case: Callable[[str], Any], tmp_path: Path) -> None:
+    """vocab_size stands in the text part; the class cannot be built from it, which is a finding, not a crash."""
+    folder = case("skeleton_gqa")
+    folder.convert()
+    config = tmp_path / "config.json"
+    inner = json.loads(folder.config.read_text(encoding="utf-8"))
+    config.write_text(json.dumps({"model_type": "no-such", "text_config": inner}), encoding="utf-8")
+    report = verify_model(_options(folder, config=config, prompts=(3, 2), decode_steps=2))
+    assert report.exit_code is ExitCode.FOUND and report.findings
+
+
+def test_latent_attention_with_other_rotary_agrees_with_its_before_state(case: Callable[[str], Any]) -> None:
+    """Halves instead of pairs: HF's definition is another one, the old runner's is kept. The order of the pair too."""
+    folder = case("skeleton_mla")
+    model, runner = "models/modeling_latent.py", "runner_latent.py"
+    folder.replace(model, "    x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)\n", "")
+    folder.replace(model, "past_latent, past_rope = past_key_value", "past_rope, past_latent = past_key_value")
+    folder.replace(runner, "cache.append((k, v))", "cache.append((v, k))")
+    folder.convert()
+    report = verify_model(_options(folder, prompts=(5, 1, 18), against="legacy"))
+    assert report.exit_code is ExitCode.DONE, [str(f) for f in report.findings]
+    assert {c.oracle for c in report.comparisons} == {"old, right", "old, left"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("sparse_mode=0,", "sparse_mode=0,\n            atten_mask=forward_metadata.attention_mask,"),
+        ("torch.matmul(paged_packed, self.absorbed_v)", "torch.matmul(paged_packed, self.absorbed_v.flip(-1))"),
+        (
+            'softmax_scale=self.scaling,\n                input_layout="TND_NTD"',
+            'softmax_scale=576**-0.5,\n                input_layout="TND_NTD"',
+        ),
+        ("weight[:, : self.qk_nope_head_dim]", "weight[:, self.v_head_dim :]"),
+        ("npu_scatter_nd_update_(paged_rope_cache", "npu_scatter_nd_update_(torch.zeros_like(paged_rope_cache)"),
+    ],
+)
+def test_a_wrong_latent_conversion_is_found(case: Callable[[str], Any], old: str, new: str) -> None:
+    folder = case("skeleton_mla")
+    folder.convert()
+    folder.replace("models/modeling_latent.py", old, new)
+    report = verify_model(_options(folder, prompts=(5, 2), decode_steps=4, checks=False))
+    assert report.exit_code is ExitCode.FOUND

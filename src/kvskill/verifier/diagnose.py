@@ -39,6 +39,20 @@ _CHECK_CODES = {
     "release.blocks": ("KV415", "Let the framework own the blocks; do not hold or write block lists."),
     "release.no-leak": ("KV415", "Let the framework own the blocks; do not hold or write block lists."),
     "release.staggered": ("KV415", "Let the framework own the blocks; do not hold or write block lists."),
+    "runner.allocation": (
+        "KV455",
+        "Allocate [rows * ceil(length / block_size), block_size, heads, dim] and an int32 table of these blocks.",
+    ),
+    "runner.own-storage": ("KV412", "Each layer and each of its caches needs a tensor of its own."),
+    "runner.slots": ("KV461", "Take slots from the table: block id * block_size + position % block_size."),
+    "runner.key-lengths": ("KV405", "Count the tokens in the cache by row, the one just written included."),
+    "runner.kv-length": ("KV405", "The first decode step sees the prompt and the token just written, by row."),
+    "runner.fed-tokens": ("KV414", "Take each row's last real token from the logits, and feed its best one."),
+    "runner.reuse": ("KV416", "Something is kept between calls of model_generate: lengths, slots or cache rows."),
+    "runner.batch-of-one": ("KV417", "A result depends on the other rows of the batch, or on padding."),
+    "runner.overflow": ("KV425", "Compare each row's length with the cache's before a step, and raise."),
+    "runner.ranks-agree": ("KV422", "Gather or reduce over the group that the layer is sharded on."),
+    "runner.log-lines": ("KV426", "Keep the line `... inference time cost of {stage} is X ms` for both stages."),
 }
 
 

@@ -17,7 +17,7 @@ from kvskill.diagnostics import Diagnostic, InputError, Severity, Span
 from kvskill.manifest import MANIFEST_NAME, Manifest, load_manifest
 from kvskill.source import SourceFile, read_source
 
-__all__ = ["ModelUnderTest", "find_model", "find_target"]
+__all__ = ["ModelUnderTest", "find_folder", "find_model", "find_target", "resolve_model"]
 
 ORIGINALS = Path(".kvskill") / "originals"
 
@@ -59,16 +59,23 @@ def find_target(start: Path) -> Path | None:
     return None
 
 
+def find_folder(model: Path, repo: Path | None) -> Path:
+    """The folder of MODEL: a folder, or a name under models/ of the repository or of a folder at or above this one.
+
+    Raises InputError KV430.
+    """
+    if model.is_dir():
+        return model.resolve()
+    here = Path.cwd().resolve()
+    for base in (repo,) if repo is not None else (find_target(here), here, *here.parents):
+        if base is not None and (base / "models" / model).is_dir():
+            return (base / "models" / model).resolve()
+    raise _error("KV430", f"There is no model folder `{model}`.", "Give a folder, or a name and --repo.", model)
+
+
 def find_model(model: Path, repo: Path | None) -> ModelUnderTest:
     """Resolve MODEL (a folder, or a name under models/). Raises InputError KV430, KV431."""
-    folder = model if model.is_dir() else None
-    if folder is None:
-        base = repo or find_target(Path.cwd().resolve())
-        if base is not None and (base / "models" / model).is_dir():
-            folder = base / "models" / model
-    if folder is None:
-        raise _error("KV430", f"There is no model folder `{model}`.", "Give a folder, or a name and --repo.", model)
-    folder = folder.resolve()
+    folder = find_folder(model, repo)
     root = repo or find_target(folder)
     if root is None or not (root / "executor" / "core").is_dir():
         raise _error(
@@ -77,9 +84,13 @@ def find_model(model: Path, repo: Path | None) -> ModelUnderTest:
             "Give the target repository with --repo.",
             model,
         )
-    root = root.resolve()
+    return resolve_model(root.resolve(), folder)
+
+
+def resolve_model(root: Path, folder: Path) -> ModelUnderTest:
+    """The classes of a model folder (both paths resolved). Raises InputError KV430, KV431."""
     if not folder.is_relative_to(root):
-        raise _error("KV430", f"The model folder is not inside {root.name}.", "Move it or change --repo.", model)
+        raise _error("KV430", f"The model folder is not inside {root.name}.", "Move it or change --repo.", folder)
     return _resolve(root, folder)
 
 

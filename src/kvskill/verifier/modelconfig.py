@@ -20,7 +20,7 @@ from kvskill.diagnostics import Diagnostic, InputError, Severity, Span
 from kvskill.source import read_source
 from kvskill.verifier.discover import ModelUnderTest
 
-__all__ = ["BaseConfig", "SmallConfig", "base_config", "layer_count", "shrink"]
+__all__ = ["BaseConfig", "SmallConfig", "base_config", "layer_count", "shrink", "text_settings"]
 
 VOCAB = 320
 WIDTH = 64
@@ -164,7 +164,7 @@ def shrink(base: BaseConfig, model: ModelUnderTest, tp: int = 1, mtp: bool = Fal
     values: dict[str, Any] = json.loads(json.dumps(base.values))
     for key in DROPPED:
         values.pop(key, None)
-    inner = next((values[k] for k in SHARED_NESTS if isinstance(values.get(k), dict)), values)
+    inner = text_settings(values)
     notes: list[str] = []
     if base.values.get("quantization_config"):
         notes.append("quantization_config dropped: the run is unquantised")
@@ -183,9 +183,14 @@ def shrink(base: BaseConfig, model: ModelUnderTest, tp: int = 1, mtp: bool = Fal
     return SmallConfig(values, window, int(inner.get("num_hidden_layers", inner.get("num_layers", 0))), tuple(notes))
 
 
+def text_settings(values: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config: the nested one, or the config itself."""
+    return next((values[k] for k in SHARED_NESTS if isinstance(values.get(k), dict)), values)
+
+
 def layer_count(values: dict[str, Any]) -> int | None:
     """The number of layers that a config gives, nested or not."""
-    inner = next((values[k] for k in SHARED_NESTS if isinstance(values.get(k), dict)), values)
+    inner = text_settings(values)
     return next((int(inner[k]) for k in DEPTHS if isinstance(inner.get(k), int)), None)
 
 

@@ -6,68 +6,85 @@ import ast
 import json
 import random
 import shutil
-import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import yaml
 
 from kvskill.analyzer.selection.deployment import find_runners
 from kvskill.diagnostics import Diagnostic, InputError, Severity, Span
 from kvskill.manifest import MANIFEST_NAME, load_manifest
 from kvskill.source import read_source
-from kvskill.verifier.compare import Comparison, table_tolerance
-from kvskill.verifier.discover import ORIGINALS, ModelUnderTest, _resolve, find_target
+from kvskill.verifier.discover import ORIGINALS, ModelUnderTest, find_folder, find_target, resolve_model
 from kvskill.verifier.jobs import Child, Outcome, run_children
-from kvskill.verifier.modelconfig import base_config, shrink
-from kvskill.verifier.options import DEFAULT_PROMPTS, VerifyOptions
-from kvskill.verifier.report import Check, VerifyReport
+from kvskill.verifier.modelconfig import SmallConfig, base_config, shrink, text_settings
+from kvskill.verifier.options import VerifyOptions
+from kvskill.verifier.report import VerifyReport
+from kvskill.verifier.standalone.judge import Run, judge
+from kvskill.verifier.standalone.settings import Sizes, folder_settings, runner_settings
 
 __all__ = ["is_standalone", "verify_standalone"]
 
 FIRST_TOKEN = 3
 
 
+@dataclass(frozen=True)
+class _Before:
+    """The old folder and the tree that it is imported from; `reason` says where it comes from, or why there is none."""
+
+    folder: Path | None
+    root: Path | None
+    reason: str
+
+
 def is_standalone(options: VerifyOptions) -> bool:
     """The manifest says so, or the folder has a runner of its own and no manifest."""
-    folder = options.model
-    if not folder.is_dir():
+    try:
+        folder = find_folder(options.model, options.repo)
+    except InputError:  # the framework path names it
         return False
     path = folder / MANIFEST_NAME
     if path.is_file():
         return load_manifest(path, MANIFEST_NAME).deployment.value == "standalone"
-    runners = find_runners(folder.resolve(), folder.resolve().parent)
+    runners = find_runners(folder, folder.parent)
     return bool(runners) and not any(r.framework for r in runners)
 
 
 def verify_standalone(options: VerifyOptions) -> VerifyReport:
     """Verify one standalone model. Raises InputError when it cannot be run at all."""
     start = time.monotonic()
-    folder = options.model.resolve()
-    root = (options.repo.resolve() if options.repo else find_target(folder)) or folder.parent
-    model = _resolve(root, folder)
+    _only_what_is_done(options)
+    folder = find_folder(options.model, options.repo)
+    root = options.repo.resolve() if options.repo else find_target(folder) or folder.parent
+    model = resolve_model(root, folder)
     runner = _runner(folder)
-    if options.tp != 1:
-        raise InputError(
-            Diagnostic("KV430", Severity.ERROR, "Standalone runners are verified at tp 1.", "Drop --tp.", Span("--tp"))
-        )
-    small = shrink(base_config(model, options.config), model, 1, False)
+    data = folder_settings(model)
+    small = shrink(base_config(model, options.config), model, options.tp, False)
     work = Path(tempfile.mkdtemp(prefix="kvskill-verify-"))
     try:
+        before = _before(options, model, work)
+        # one token, a prompt that ends with its block, and one that does not
+        lengths = list(options.prompts or (5, 1, options.block_size, options.block_size + 1))
+        run = _run(options, model, runner, small, data, before, lengths, work)
         report = VerifyReport(model.shown, root.name, options.seed)
         report.notes = [*small.notes]
-        outcomes, prompts = _run(options, model, runner, small.values, work)
-        _judge(report, outcomes, prompts, options, model)
+        judge(report, run)
         report.seconds = time.monotonic() - start
         return report
     finally:
         if options.keep is not None:
             shutil.copytree(work, options.keep, dirs_exist_ok=True)
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _only_what_is_done(options: VerifyOptions) -> None:
+    """An option that would be ignored is refused: its figures would say something else than asked for."""
+    for asked, flag in ((options.dtype != "fp32", "--dtype"), (options.mtp, "--mtp"), (options.long, "--long")):
+        if asked:
+            fact = f"Standalone runners are verified in float32, without drafts; {flag} is not done there."
+            raise InputError(Diagnostic("KV430", Severity.ERROR, fact, f"Drop {flag}.", Span(flag)))
 
 
 def _runner(folder: Path) -> tuple[str, str]:
@@ -90,15 +107,25 @@ def _runner(folder: Path) -> tuple[str, str]:
 
 
 def _run(
-    options: VerifyOptions, model: ModelUnderTest, runner: tuple[str, str], config: dict[str, Any], work: Path
-) -> tuple[dict[str, Outcome], list[list[int]]]:
+    options: VerifyOptions,
+    model: ModelUnderTest,
+    runner: tuple[str, str],
+    small: SmallConfig,
+    data: dict[str, Any],
+    before: _Before,
+    lengths: list[int],
+    work: Path,
+) -> Run:
     rng = random.Random(options.seed)
-    lengths = [max(2, n) for n in options.prompts or DEFAULT_PROMPTS]
-    vocab = int(config["vocab_size"])
+    vocab = text_settings(small.values).get("vocab_size")
+    if not isinstance(vocab, int):
+        fact = "The config has no vocab_size, at the top or in its text part."
+        todo = "Give the model's config.json with --config."
+        raise InputError(Diagnostic("KV435", Severity.ERROR, fact, todo, Span(model.shown)))
     prompts = [[rng.randrange(FIRST_TOKEN, vocab) for _ in range(n)] for n in lengths]
     ckpt = work / "ckpt"
     ckpt.mkdir()
-    (ckpt / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    (ckpt / "config.json").write_text(json.dumps(small.values, indent=1), encoding="utf-8")
     python = options.python or sys.executable
     common = {
         "seed": options.seed,
@@ -112,249 +139,76 @@ def _run(
     outcomes: dict[str, Outcome] = {}
     hf = Child("hf", {**common, "role": "hf-greedy", "out": str(work / "hf")}, sys.executable)
     outcomes |= run_children([hf], options.limits)
-    children = []
-    before = _before(options, model, work)
-    for side, folder in (("new", model.folder), ("old", before)):
-        if folder is None:
-            continue
-        job = {
+    sizes = Sizes(max(lengths), len(lengths), options.decode_steps, options.block_size, options.tp)
+
+    def job(side: str, name: str, folder: Path, root: Path, wanted: Sizes) -> dict[str, Any]:
+        return {
             **common,
             "role": "runner",
             "side": side,
-            "out": str(work / side),
+            "out": str(work / name),
             "folder": str(folder),
-            "paths": [str(model.root)],
-            "trees": [str(folder), str(model.root)],
+            "paths": [str(root)],
+            "trees": [str(folder), str(root)],
             "backend": options.backend,
             "deploy_block_size": 128,
+            "waive": list(options.waive),
             "runner_module": runner[0],
             "runner_class": runner[1],
-            "settings": _settings(options, model, max(lengths), len(lengths) if side == "new" else 1, ckpt, config),
+            "settings": runner_settings(data, model.name, wanted, ckpt),
+            "tp": wanted.tp,
+            "rank": 0,
             "rendezvous": str(work / f"meet-{side}"),
         }
-        children.append(Child(side, job, python))
+
+    children = []
+    for rank in range(options.tp):
+        name = "new" if rank == 0 else f"new{rank}"
+        new = {**job("new", name, model.folder, model.root, sizes), "rank": rank}
+        if options.checks:
+            one, short = replace(sizes, rows=1), _too_short(sizes)
+            new["settings_alone"] = runner_settings(data, model.name, one, ckpt)
+            new["settings_short"] = runner_settings(data, model.name, short, ckpt)
+        children.append(Child(name, new, python))
+    if before.folder is not None and before.root is not None and options.against != "hf":
+        one = replace(sizes, rows=1, tp=1)
+        children.append(Child("old", job("old", "old", before.folder, before.root, one), python))
     outcomes |= run_children(children, options.limits)
-    return outcomes, prompts
+    return Run(options, model, outcomes, lengths, sizes, before.reason)
 
 
-def _before(options: VerifyOptions, model: ModelUnderTest, work: Path) -> Path | None:
-    """The model folder before the conversion: saved originals, or the folder of --before-repo."""
+def _too_short(sizes: Sizes) -> Sizes:
+    """One position too few, and no room for it in the last block where the steps allow that."""
+    blocks = (sizes.longest + sizes.steps - 2) // sizes.block_size
+    steps = blocks * sizes.block_size + 2 - sizes.longest
+    return replace(sizes, steps=steps if 1 <= steps <= sizes.steps else sizes.steps, short=1)
+
+
+def _before(options: VerifyOptions, model: ModelUnderTest, work: Path) -> _Before:
+    """The model before the conversion: the folder of --before-repo, or the saved originals. Raises InputError KV434."""
+    relative = model.folder.relative_to(model.root)
     if options.before_repo is not None:
-        folder = options.before_repo.resolve() / model.folder.relative_to(model.root)
-        return folder if folder.is_dir() else None
+        root = options.before_repo.resolve()
+        if not (root / relative).is_dir():
+            raise InputError(
+                Diagnostic(
+                    "KV434",
+                    Severity.ERROR,
+                    f"The before-repository has no {relative.as_posix()}.",
+                    "Give the tree in which the old runner runs.",
+                    Span(str(options.before_repo)),
+                )
+            )
+        return _Before(root / relative, root, f"from {options.before_repo.name}")
     originals = model.folder / ORIGINALS
     if not originals.is_dir():
-        return None
+        return _Before(None, None, "no saved originals and no --before-repo")
     dest = work / "before" / model.folder.name
     shutil.copytree(model.folder, dest, ignore=shutil.ignore_patterns(".kvskill", "__pycache__"))
     for path in sorted(p for p in originals.rglob("*") if p.is_file()):
-        shutil.copy2(path, dest / path.relative_to(originals))
-    return dest
-
-
-def _settings(
-    options: VerifyOptions, model: ModelUnderTest, longest: int, rows: int, ckpt: Path, config: dict[str, Any]
-) -> dict[str, Any]:
-    """The folder's YAML for one rank, the test's sizes in every key that holds one.
-
-    The cache is exactly as long as the longest row gets (prompt and all but the last new token, which is not cached),
-    so that the run fills it to the end.
-    """
-    paths = sorted(model.folder.rglob("*.y*ml"))
-    data: dict[str, Any] = {}
-    for path in paths:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if isinstance(loaded, dict) and "model_config" in loaded:
-            data = loaded
-            break
-    length = longest + options.decode_steps - 1
-    data.setdefault("model_name", model.name)
-    data.update(model_path=str(ckpt), world_size=1, exe_mode="eager")
-    sections: dict[str, dict[str, Any]] = {}
-    for name in ("model_config", "data_config", "parallel_config", "scheduler_config"):
-        sections[name] = dict(data.get(name) or {})
-    sections["model_config"].update(
-        model_path=str(ckpt),
-        model_name=model.name,
-        with_ckpt=True,
-        exe_mode="eager",
-        enable_profiler=False,
-        enable_cache_compile=False,
-        enable_online_split_weight=True,
-        enable_weight_nz=False,
-        max_seq_len=length,
-        pa_max_length=length,
-        pa_block_size=options.block_size,
-    )
-    sections["data_config"].update(
-        dataset="default",
-        input_max_len=longest,
-        input_truncated_len=longest,
-        max_new_tokens=options.decode_steps,
-        batch_size=rows,
-        batch_size_per_rank=rows,
-        max_position_embeddings=length,
-    )
-    sections["scheduler_config"].update(
-        batch_size=rows, max_new_tokens=options.decode_steps, max_prefill_tokens=longest * rows
-    )
-    parallel = dict.fromkeys(sections["parallel_config"], 1)
-    for kind in ("attn", "moe", "embed", "lmhead", "dense", "o_proj"):
-        for way in ("tp", "dp"):
-            parallel[f"{kind}_{way}_size"] = 1
-    sections["parallel_config"] = {**parallel, "world_size": 1, "moe_ep_size": 1}
-    return {**data, **sections}
-
-
-def _judge(
-    report: VerifyReport,
-    outcomes: dict[str, Outcome],
-    prompts: list[list[int]],
-    options: VerifyOptions,
-    model: ModelUnderTest,
-) -> None:
-    new, old, hf = outcomes["new"], outcomes.get("old"), outcomes["hf"]
-    lengths = [len(p) for p in prompts]
-    report.setup = [
-        f"prompts {','.join(map(str, lengths))} in one batch, {options.decode_steps} new tokens each, block size "
-        f"{options.block_size}, cache length {max(lengths) + options.decode_steps - 1}, float32, tp 1"
-    ]
-    report.backend = new.result.get("backend", {})
-    for name, outcome in (("new runner", new), ("old runner", old), ("HF", hf)):
-        report.parties[name] = _party(outcome)
-    if not new.ok:
-        report.findings.append(_failed(new, "The new runner", model))
-        return
-    report.notes += [f"padding {side}: {how}" for side, how in new.result["runs"].items()]
-    report.notes += _times(new, old)
-    served = new.result.get("groups_served")
-    if served:
-        report.notes.append(f"one-process group served at world size 1: {', '.join(sorted(served))}")
-    tolerance = table_tolerance("fp32", options.tolerance)
-    references: dict[str, dict[str, Any]] = {}
-    if old is not None and old.ok:
-        references["old"] = {k.removeprefix("right/"): v for k, v in old.arrays.items()}
-    elif old is not None:
-        report.findings.append(_failed(old, "The old runner", model, Severity.WARNING))
-    if hf.ok and hf.arrays:
-        references["HF"] = hf.arrays
-    for oracle, reference in references.items():
-        for side in ("right", "left"):
-            for request, prompt in enumerate(lengths):
-                if f"{side}/logits/{request}" in new.arrays:
-                    report.comparisons.append(
-                        _compare(f"{oracle}, {side}", reference, new.arrays, side, request, prompt, tolerance)
-                    )
-    for c in report.comparisons:
-        if not c.ok:
-            fact = (
-                f"Request {c.request} differs from {c.oracle} padding by {c.relative:.2e} (bound {c.tolerance:.0e}) "
-                f"from position {c.first_bad}."
-            )
-            todo = "Check slots, lengths and the mask of the step."
-            report.findings.append(Diagnostic("KV400", Severity.ERROR, fact, todo, Span(model.shown)))
-    report.checks = _checks(new, lengths, options)
-    for check in report.checks:
-        if check.ok is False:
-            fact = f"Check {check.name} fails: {check.text}."
-            report.findings.append(
-                Diagnostic("KV405", Severity.ERROR, fact, "See the check's figures.", Span(model.shown))
-            )
-    if not references:
-        fact = "There is no oracle: neither the old runner nor HF ran."
-        todo = "Give --before-repo, or a config with a model_type that transformers knows."
-        report.findings.append(Diagnostic("KV433", Severity.WARNING, fact, todo, Span(model.shown)))
-
-
-def _compare(
-    oracle: str, reference: dict[str, Any], tested: dict[str, Any], side: str, request: int, prompt: int, bound: float
-) -> Comparison:
-    """Logits of every step and the greedy tokens: a token that differs counts as a difference at its position."""
-    ref, got = reference[f"logits/{request}"], tested[f"{side}/logits/{request}"]
-    ref_tokens, got_tokens = reference[f"tokens/{request}"], tested[f"{side}/tokens/{request}"]
-    steps = min(len(ref), len(got))
-    scale = float(np.abs(ref[:steps]).max()) or 1.0
-    worst, first, nan = 0.0, None, 0
-    for step in range(steps):
-        bad = bool(np.isnan(got[step]).any())
-        nan += bad
-        difference = float("inf") if bad else float(np.abs(got[step] - ref[step]).max()) / scale
-        worst = max(worst, 0.0 if bad else difference)
-        if first is None and (difference > bound or ref_tokens[step] != got_tokens[step]):
-            first = prompt - 1 + step
-    above = int(first is not None)
-    return Comparison(
-        oracle, request, prompt, steps, worst, nan, bound, first, abs(len(ref) - len(got)), above, 0
-    )
-
-
-def _checks(new: Outcome, lengths: list[int], options: VerifyOptions) -> list[Check]:
-    """The three links in runner form: allocation, metadata of each step, reuse."""
-    facts, out = new.result.get("facts", {}), []
-    shape, size = facts.get("cache_shape"), options.block_size
-    if shape is None:
-        return [Check("runner.allocation", False, "no step carried paged metadata")]
-    rows = len(lengths)
-    blocks = -(-(max(lengths) + options.decode_steps - 1) // size)
-    good = shape[:2] == [rows * blocks, size] and len(shape) == 4 and facts["table"] == [rows, blocks]
-    good = good and facts["table_dtype"] == "torch.int32" and facts["storages"] == 2 * facts["layers"]
-    text = f"caches {shape}, table {facts['table']} {facts['table_dtype']}, {facts['storages']} own storages"
-    out.append(Check("runner.allocation", good, text))
-    problems = new.result.get("problems", [])
-    text = "; ".join(problems) or f"{facts['steps']} steps: slots, lengths and positions follow the block table"
-    out.append(Check("runner.metadata", not problems, text))
-    first = facts.get("first_decode")
-    out.append(
-        Check("runner.kv-length", first == [n + 1 for n in lengths], f"first decode has key lengths {first}")
-    )
-    worst = 0.0
-    for request in range(rows):
-        a, b = new.arrays[f"right/logits/{request}"], new.arrays[f"again/logits/{request}"]
-        worst = max(worst, float("inf") if a.shape != b.shape else float(np.abs(a - b).max()))
-    out.append(Check("runner.reuse", worst <= 1e-5, f"a later model_generate differs by at most {worst:.1e}"))
-    stages = new.result.get("times", {})
-    ok = {"prefill", "decode"} <= set(stages)
-    found = ", ".join(sorted(stages)) or "none"
-    out.append(Check("runner.log-lines", ok, f"`inference time cost of` lines for {found}"))
-    return out
-
-
-def _times(new: Outcome, old: Outcome | None) -> list[str]:
-    """Median step times as the runners log them; CPU figures with reference kernels say nothing about a device."""
-    out = []
-    for stage in ("prefill", "decode"):
-        parts = []
-        for name, outcome in (("old", old), ("new", new)):
-            values = (outcome.result.get("times", {}) if outcome is not None else {}).get(stage)
-            if values:
-                parts.append(f"{name} {statistics.median(values):.1f} ms")
-        if parts:
-            out.append(f"{stage} step, median, CPU reference kernels: {', '.join(parts)}")
-    return out
-
-
-def _party(outcome: Outcome | None) -> str:
-    if outcome is None:
-        return "not run: no saved originals and no --before-repo"
-    if "unsupported" in outcome.result:
-        return f"not run: {outcome.result['unsupported']}"
-    if outcome.ok:
-        return f"ran, {outcome.seconds:.1f} s"
-    message = " ".join(str((outcome.error or {}).get("message", outcome.died)).split())[:200]
-    return f"failed in phase {outcome.result.get('phase', 'start')}: {message}"
-
-
-def _failed(
-    outcome: Outcome, who: str, model: ModelUnderTest, severity: Severity = Severity.ERROR
-) -> Diagnostic:
-    error = outcome.error or {}
-    place = error.get("model") or error.get("target")
-    span = Span(place["file"], int(place["line"])) if place else Span(model.shown)
-    message = " ".join(str(error.get("message", outcome.died)).split())[:300]
-    fact = f"{who} fails in phase {outcome.result.get('phase')} ({error.get('type', '')} {message})."
-    todo = "Run it with --keep and read log.txt."
-    release = str(outcome.result.get("versions", {}).get("transformers", ""))
-    if outcome.result.get("phase") in ("import", "load") and release.split(".")[0].isdigit():
-        # configs changed their fields between major releases
-        todo = f"Give the interpreter of the target's own transformers with --python (this one has {release})."
-    return Diagnostic("KV409", severity, fact, todo, span)
+        name = path.relative_to(originals)
+        if name.is_relative_to(relative):  # kept by repository path
+            name = name.relative_to(relative)
+        (dest / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, dest / name)
+    return _Before(dest, model.root, "saved originals")

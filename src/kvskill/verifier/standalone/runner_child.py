@@ -33,7 +33,11 @@ def run_runner(job: dict[str, Any], result: dict[str, Any]) -> None:
     if installed() is None:
         _transformers_without_npu()
     context = OpContext(
-        dtype="bfloat16", block_size=job["deploy_block_size"], null_slots=0, enforce=job["side"] == "new"
+        dtype="bfloat16",
+        block_size=job["deploy_block_size"],
+        null_slots=0,
+        enforce=job["side"] == "new",
+        waive=frozenset(job["waive"]),
     )
     result["backend"] = install(job["backend"], context=context).to_json()
     import torch
@@ -41,8 +45,10 @@ def run_runner(job: dict[str, Any], result: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     sys.path[:0] = [job["folder"], *job["paths"]]
     result["standins"] = install_standins()
-    for name, value in (("LOCAL_RANK", "0"), ("RANK", "0"), ("WORLD_SIZE", "1"), ("RANK_OFFSET", "0")):
+    rank, tp = str(job["rank"]), str(job["tp"])
+    for name, value in (("LOCAL_RANK", rank), ("RANK", rank), ("RANK_ID", rank), ("WORLD_SIZE", tp)):
         os.environ[name] = value
+    os.environ["RANK_OFFSET"] = "0"
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
     _alias_dtype()
@@ -57,28 +63,95 @@ def run_runner(job: dict[str, Any], result: dict[str, Any]) -> None:
     cls = getattr(module, job["runner_class"])
     times = _listen()
     result["phase"] = "load"
-    runner = _build(cls, job)
-    if hasattr(runner, "init_model"):
-        runner.init_model()
-    model = runner.model
-    result["groups_served"] = _serve_groups(model)
+    runner, served = _start(cls, job, job["settings"])
+    result["groups_served"] = served
     from kvskill.verifier.standalone.watch import Watch
 
-    watch = Watch(type(model), tokenizer)
+    watch = Watch(type(model_of(runner)), tokenizer)
     result["phase"] = "run"
     arrays: dict[str, Any] = {}
     result["runs"] = {}
     if job["side"] == "old":
-        for request in range(len(job["prompt_ids"])):
-            watch.start()
-            runner.model_generate([f"#{request}"], warm_up=False)
-            _keep(arrays, "right", [request], watch)
+        _old_runs(runner, watch, job, result, arrays)
     else:
         _new_runs(runner, watch, tokenizer, job, result, arrays)
+    result["facts"] = dict(watch.facts)
+    result["times"] = {stage: list(values) for stage, values in times.items()}
+    result["rule_warnings"] = _warnings()
+    if job["side"] == "new" and "settings_alone" in job:
+        _more_runs(cls, watch, job, result, arrays)
     result["problems"] = list(dict.fromkeys(watch.problems))
-    result["facts"] = watch.facts
-    result["times"] = times
     np.savez(Path(job["out"]) / "arrays.npz", **arrays)
+
+
+def _start(cls: type, job: dict[str, Any], settings: dict[str, Any]) -> tuple[Any, list[str]]:
+    """A runner with its model loaded, and the groups that are served to it (filled while it runs)."""
+    runner = _build(cls, job, settings)
+    if hasattr(runner, "init_model"):
+        runner.init_model()
+    return runner, _serve_groups(model_of(runner))
+
+
+def model_of(runner: Any) -> Any:
+    """The model that the runner keeps: its attribute `model`, or its one module."""
+    import torch
+
+    held = getattr(runner, "model", None)
+    if isinstance(held, torch.nn.Module):
+        return held
+    found = {id(v): v for v in vars(runner).values() if isinstance(v, torch.nn.Module)}
+    if len(found) != 1:
+        raise AttributeError(f"the runner keeps {len(found)} modules as attributes; its model was not found")
+    return next(iter(found.values()))
+
+
+def _old_runs(runner: Any, watch: Any, job: dict[str, Any], result: dict[str, Any], arrays: dict[str, Any]) -> None:
+    """One prompt at a time. Contiguous runners may fail on a prompt of one token: that is said, and the rest runs."""
+    order = sorted(range(len(job["prompt_ids"])), key=lambda r: len(job["prompt_ids"][r]) == 1)
+    result["failed"] = {}
+    for request in order:
+        watch.start()
+        try:
+            runner.model_generate([f"#{request}"], warm_up=False)
+        except Exception as error:
+            if len(job["prompt_ids"][request]) > 1:
+                raise
+            text = " ".join(str(error).split())[:200]
+            result["failed"][request] = f"it fails on a prompt of one token ({type(error).__name__}: {text})"
+            continue
+        _keep(arrays, "right", [request], watch)
+
+
+def _more_runs(cls: type, watch: Any, job: dict[str, Any], result: dict[str, Any], arrays: dict[str, Any]) -> None:
+    """Each prompt by itself with a batch of one, and all prompts with a cache that is one position too short."""
+    count = len(job["prompt_ids"])
+    try:
+        runner, _ = _start(cls, job, job["settings_alone"])
+        for request in range(count):
+            watch.start()
+            runner.model_generate([f"#{request}"], warm_up=False)
+            _keep(arrays, "alone", [request], watch)
+        result["runs"]["alone"] = "ran"
+    except Exception as error:
+        result["runs"]["alone"] = f"raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    try:
+        runner, _ = _start(cls, job, job["settings_short"])
+        watch.start()
+        runner.model_generate([f"#{r}" for r in range(count)], warm_up=False)
+        result["runs"]["overflow"] = "ran"
+        _keep(arrays, "overflow", list(range(count)), watch)
+    except Exception as error:
+        result["runs"]["overflow"] = f"raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _warnings() -> list[dict[str, Any]]:
+    """Operator rules of level warning that the calls broke."""
+    from kvskill.verifier.backend import take_warnings
+
+    return [
+        {"rule": h.rule, "code": h.code, "source": h.source, "message": f"{h.op}: {h.message}", "count": n}
+        for h, n in take_warnings().items()
+    ]
 
 
 def _new_runs(
@@ -113,7 +186,7 @@ def _keep(arrays: dict[str, Any], side: str, requests: list[int], watch: Any) ->
         arrays[f"{side}/tokens/{request}"] = tokens
 
 
-def _build(cls: type, job: dict[str, Any]) -> Any:
+def _build(cls: type, job: dict[str, Any], settings: dict[str, Any]) -> Any:
     """The runner, from settings or from the path of a YAML file, as its constructor asks."""
     params = [p for p in inspect.signature(cls).parameters.values() if p.default is inspect.Parameter.empty]
     name = params[0].name if params else ""
@@ -121,9 +194,9 @@ def _build(cls: type, job: dict[str, Any]) -> Any:
         import yaml
 
         path = Path(job["out"]) / "settings.yaml"
-        path.write_text(yaml.safe_dump(job["settings"]), encoding="utf-8")
+        path.write_text(yaml.safe_dump(settings), encoding="utf-8")
         return cls(str(path))
-    return cls(job["settings"])
+    return cls(settings)
 
 
 def _groups(job: dict[str, Any]) -> None:
@@ -137,7 +210,7 @@ def _groups(job: dict[str, Any]) -> None:
 
     def gloo_init(*args: Any, **kwargs: Any) -> None:
         if not dist.is_initialized():
-            init("gloo", init_method=f"file://{job['rendezvous']}", world_size=1, rank=0)
+            init("gloo", init_method=f"file://{job['rendezvous']}", world_size=job["tp"], rank=job["rank"])
 
     dist.new_group, dist.init_process_group = gloo_group, gloo_init
     gloo_init()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
+
+from kvskill.analyzer.runner.walkrun import CACHES
 
 __all__ = ["Watch"]
 
@@ -15,14 +18,15 @@ class Watch:
     def __init__(self, cls: type, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.steps: list[dict[str, Any]] = []
-        self.problems: list[str] = []
+        self.problems: list[tuple[str, str]] = []  # (slots, lengths or tokens; what is wrong)
         self.facts: dict[str, Any] = {"steps": 0}
         self.storage: Any = None
         original = cls.forward  # type: ignore[attr-defined]
+        signature = inspect.signature(original)
 
         def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
             out = original(model, *args, **kwargs)
-            self._seen(args, kwargs, out)
+            self._seen(dict(signature.bind(model, *args, **kwargs).arguments), out)
             return out
 
         cls.forward = forward  # type: ignore[attr-defined]
@@ -31,10 +35,10 @@ class Watch:
         """Forget the steps of the last run."""
         self.steps = []
 
-    def _seen(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _seen(self, kwargs: dict[str, Any], out: Any) -> None:
         logits = out.logits if hasattr(out, "logits") else out[0] if isinstance(out, tuple) else out
-        ids: Any = kwargs.get("input_ids", args[0] if args else None)
-        prefill = not self.steps or ids.shape[1] > 1  # several prefill calls are mini-batches of one prompt batch
+        ids: Any = kwargs["input_ids"]
+        prefill = self._is_prefill(ids, kwargs)  # several prefill calls are mini-batches of one prompt batch
         row = len(self.steps[0]["tokens"]) if prefill and self.steps else 0
         mask = self.tokenizer.last_mask[row : row + ids.shape[0]]
         if logits.dim() == 2:
@@ -49,7 +53,9 @@ class Watch:
         if not prefill:
             want = self.steps[-1]["tokens"]
             if fed.shape != (len(want), 1) or (fed[:, 0] != want).any():
-                self.problems.append(f"step {len(self.steps)} gets other tokens than the last step's best ones")
+                self.problems.append(
+                    ("tokens", f"step {len(self.steps)} gets other tokens than the last step's best ones")
+                )
         meta = kwargs.get("forward_metadata")
         if meta is not None:
             self._metadata(meta, kwargs, mask if prefill else None, row)
@@ -59,12 +65,16 @@ class Watch:
         else:
             self.steps.append(step)
 
+    def _is_prefill(self, ids: Any, kwargs: dict[str, Any]) -> bool:
+        said = kwargs.get("is_prefill", getattr(kwargs.get("forward_metadata"), "is_prefill", None))
+        return said if isinstance(said, bool) else not self.steps or ids.shape[1] > 1
+
     def _metadata(self, meta: Any, kwargs: dict[str, Any], mask: Any, row: int) -> None:
         """Slots against the block table, lengths against positions: recomputed here, element by element.
 
         `mask` is the padding mask of a prefill call (None: decode), `row` the first row of its mini-batch.
         """
-        pairs: Any = next((kwargs[k] for k in ("past_key_values", "kv_caches", "kv_cache") if k in kwargs), None)
+        pairs: Any = next((kwargs[k] for k in CACHES if k in kwargs), None)
         size = int(pairs[0][0].shape[1])
         table = meta.block_table.tolist()
         before = self.facts.get("lengths", [])
@@ -74,16 +84,18 @@ class Watch:
             for p in range(length - 1 if mask is None else 0, length):
                 slots.append(table[b][p // size] * size + p % size)
         if slots != meta.slot_mapping.tolist():
-            self.problems.append("slots are not block_table[row, position // size] * size + position % size")
+            self.problems.append(
+                ("slots", "slots are not block_table[row, position // size] * size + position % size")
+            )
         if list(map(int, meta.actual_seq_lengths_kv)) != lengths:
-            self.problems.append(f"key lengths {list(meta.actual_seq_lengths_kv)} are not {lengths}")
+            self.problems.append(("lengths", f"key lengths {list(meta.actual_seq_lengths_kv)} are not {lengths}"))
         if meta.kv_len.tolist() != lengths:
-            self.problems.append("kv_len is not the number of tokens in the cache")
+            self.problems.append(("lengths", "kv_len is not the number of tokens in the cache"))
         if mask is None and len(self.steps) == 1:
             self.facts["first_decode"] = lengths
         self.facts["lengths"] = lengths if mask is None else before[:row] + lengths
         self.facts["steps"] += 1
-        self.facts["cache_shape"] = list(pairs[0][0].shape)
+        self.facts["cache_shapes"] = [list(t.shape) for t in pairs[0]]
         if mask is None:
             self.facts["table"] = [len(table), len(table[0])]
         self.facts["table_dtype"] = str(meta.block_table.dtype)

@@ -31,6 +31,12 @@ def rotate_half(x):
     return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
 
+def rotate(x, cos, sin):
+    """Pairs stand side by side in the weights: x0 x1 | x2 x3; they are turned into halves and rotated."""
+    x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return x * cos + rotate_half(x) * sin
+
+
 class LatentRotaryEmbedding(nn.Module):
     def __init__(self, config: LatentConfig):
         super().__init__()
@@ -81,8 +87,8 @@ class LatentAttention(nn.Module):
         )
         latent = self.kv_a_layernorm(latent)
         cos, sin = cos_sin
-        key_rope = key_rope * cos + rotate_half(key_rope) * sin
-        query_rope = query_rope * cos.unsqueeze(2) + rotate_half(query_rope) * sin.unsqueeze(2)
+        key_rope = rotate(key_rope, cos, sin)
+        query_rope = rotate(query_rope, cos.unsqueeze(2), sin.unsqueeze(2))
 
         # latent cache [B, max_seq_len, kv_lora_rank] and rope cache [B, max_seq_len, qk_rope_head_dim]
         past_latent, past_rope = past_key_value
