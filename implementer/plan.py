@@ -71,6 +71,7 @@ def build_plan(facts: ModelFacts, manifest: Manifest) -> Plan:
     convert_blocks(ctx, containers, set())
     convert_row_counts(ctx, containers)
     convert_phase_tests(ctx)
+    sweep_again(ctx)
     touched = set(containers.functions) | {id(a.seam.func) for a in facts.attentions}
     touched |= {id(a.entry) for a in facts.attentions}
     guard_parallel_branches(ctx, touched)

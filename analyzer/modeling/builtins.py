@@ -40,7 +40,11 @@ __all__ = [
     "compare",
     "ext_attr",
     "iterate",
+    "OUTSIDE",
+    "Super",
     "name_children",
+    "outside_base",
+    "outside_part",
     "subscript",
     "super_proxy",
     "tensor_attr",
@@ -128,8 +132,10 @@ def iterate(walk: Walk, value: Value) -> list[Value] | None:
         return [value.items[i] for i in _representatives(walk, value.items)]
     if isinstance(value, Dict_) and value.rest is None:
         return [Const(k) for k in value.items]
-    if isinstance(value, Scalar) and value.text.startswith("range:"):
-        return None
+    if isinstance(value, Ref):
+        known = walk.concrete(value.path)
+        if isinstance(known, (list, tuple)) and all(isinstance(v, (str, int, float, bool)) for v in known):
+            return [Const(v) for v in known]
     return None
 
 
@@ -365,26 +371,53 @@ def _apply(op: ast.cmpop, a: int, b: int) -> bool:
 
 
 def super_proxy(walk: Walk) -> Value:
-    """`super()`: the object seen through the bases of the class that is running."""
+    """`super()`: the object seen through the classes that follow the running one in its order of bases."""
     frame = walk.frame
     owner = frame.owner
     args = frame.func.args.args if isinstance(frame.func, ast.FunctionDef) else []
     self_ = frame.env.get(args[0].arg) if args else None
     if owner is None or self_ is None:
         return External("super")
-    for base in owner.bases:
-        if isinstance(base, ClassVal):
-            return _Super(base, self_)
-    return External("super")
+    real = self_.real if isinstance(self_, Super) else self_
+    order = real.cls.mro() if isinstance(real, Instance) else owner.mro()
+    at = next((i for i, c in enumerate(order) if c.node is owner.node), None)
+    tail = order[at + 1 :] if at is not None else owner.mro()[1:]
+    if not tail and not (isinstance(real, Instance) and outside_base(real.cls)):
+        return External("super")
+    return Super(tail, real if isinstance(real, Instance) else Instance(owner))
 
 
-class _Super(Instance):
-    """Methods come from the base, `self` stays the object."""
+class Super(Instance):
+    """Methods come from the classes after the running one, `self` stays the object."""
 
-    def __init__(self, base: ClassVal, self_: Value) -> None:
-        super().__init__(base)
-        self.attrs = self_.attrs if isinstance(self_, Instance) else {}
-        self.real = self_
+    def __init__(self, tail: list[ClassVal], real: Instance) -> None:
+        super().__init__(tail[0] if tail else real.cls)
+        self.tail = tail
+        self.real = real
+        self.attrs = real.attrs
+        self.attr_nodes = real.attr_nodes
+        self.path = real.path
+
+    def method(self, name: str) -> tuple[ast.FunctionDef, ClassVal] | None:
+        for cls in self.tail:
+            for item in cls.node.body:
+                if isinstance(item, ast.FunctionDef) and item.name == name:
+                    return item, cls
+        return None
+
+
+OUTSIDE = "<outside>"  # the attribute that holds what an outside base class made of its arguments
+
+
+def outside_base(cls: ClassVal) -> str | None:
+    """The module class from outside the files that the class derives from (`torch.nn.Embedding`), if it has one."""
+    return next((b for b in sorted(cls.external_bases()) if b.startswith("torch.nn.") and b != "torch.nn.Module"), None)
+
+
+def outside_part(inst: Instance) -> ExtInstance | None:
+    """The object's part that an outside base class made."""
+    part = inst.attrs.get(OUTSIDE)
+    return part if isinstance(part, ExtInstance) else None
 
 
 def call_builtin(walk: Walk, name: str, args: list[Value], kwargs: dict[str, Value], node: ast.Call) -> Value:
@@ -465,12 +498,26 @@ def call_builtin(walk: Walk, name: str, args: list[Value], kwargs: dict[str, Val
     ):
         if name == "reversed" and isinstance(first, (Tup, ModuleSeq)):
             return Tup(list(reversed(first.items)), is_list=True)
-        if name == "set" and isinstance(first, Tup):
-            return first
+        if name in ("set", "sorted") and first is not None:
+            items = iterate(walk, first)
+            if items is not None and all(isinstance(i, Const) for i in items):
+                return Tup([Const(v) for v in _distinct(items, in_order=name == "sorted")], is_list=True)
+            if name == "set" and isinstance(first, Tup):
+                return first
         return Unknown(name, tuple(args))
     if name in ("print", "RuntimeError", "ValueError", "NotImplementedError", "KeyError", "AssertionError"):
         return Const(None)
     return Unknown(name, tuple(args))
+
+
+def _distinct(items: list[Value], *, in_order: bool) -> list[Any]:
+    values = [i.value for i in items if isinstance(i, Const)]
+    if in_order:
+        try:
+            return sorted(values)
+        except TypeError:
+            return values
+    return list(dict.fromkeys(values))
 
 
 def _getattr(walk: Walk, args: list[Value], node: ast.Call) -> Value:
@@ -636,8 +683,17 @@ def call_method(
             "requires_grad_",
         ):
             return obj
+        real = obj.real if isinstance(obj, Super) else obj
         if name == "__init__":
+            base = outside_base(real.cls)
+            if base is not None:
+                real.attrs[OUTSIDE] = ExtInstance(base, args, kwargs)
             return Const(None)
+        part = outside_part(real)
+        if name in ("forward", "__call__") and part is not None:
+            from kvskill.analyzer.modeling.externals import call_ext_instance
+
+            return call_ext_instance(walk, part, args, kwargs, node)
         return Unknown(f"{obj.cls.name}.{name}", tuple(args))
     if isinstance(obj, ExtInstance):
         if name in ("to", "npu", "cuda", "eval"):
@@ -671,7 +727,14 @@ def _dict_method(walk: Walk, obj: Dict_, name: str, args: list[Value]) -> Value:
             return obj.items[key]
         if obj.rest is None and key is not _MISSING:
             return args[1] if len(args) > 1 else Const(None)
-        return Unknown("dict.get")
+        values = [] if key is not _MISSING else list(obj.items.values())
+        values += [v for v in (obj.rest, args[1] if len(args) > 1 else None) if v is not None and v != Const(None)]
+        if not values:
+            return Unknown("dict.get")
+        out = values[0]
+        for other in values[1:]:
+            out = walk.join(out, other)
+        return out
     if name == "pop" and args:
         key = _python(walk, args[0])
         if key is not _MISSING and key in obj.items:

@@ -155,6 +155,8 @@ class Walk:
         if found is not None:
             func, owner = found
             self.call_func(Func(func, owner.file, owner), [inst, *args], kwargs, node)
+        elif (base := py.outside_base(cls)) is not None:
+            inst.attrs[py.OUTSIDE] = ExtInstance(base, args, kwargs)
         else:
             self._dataclass_init(inst, args, kwargs)
         return inst
@@ -679,10 +681,10 @@ class Walk:
         if isinstance(obj, Instance):
             if name in obj.attrs:
                 return obj.attrs[name]
-            found = obj.cls.method(name)
+            found = obj.method(name) if isinstance(obj, py.Super) else obj.cls.method(name)
             if found is not None:
                 func, owner = found
-                bound = Bound(obj, Func(func, owner.file, owner))
+                bound = Bound(obj.real if isinstance(obj, py.Super) else obj, Func(func, owner.file, owner))
                 if any(isinstance(d, ast.Name) and d.id == "property" for d in func.decorator_list):
                     return self.call_func(Func(func, owner.file, owner), [obj], {}, node)
                 if any(isinstance(d, ast.Name) and d.id in ("staticmethod",) for d in func.decorator_list):
@@ -690,6 +692,9 @@ class Walk:
                 return bound
             if name in ("__class__",):
                 return obj.cls
+            part = py.outside_part(obj)
+            if part is not None and name not in ("__init__", "forward", "__call__"):
+                return py.ext_attr(self, node, part, name)
             return Bound(obj, name)
         if isinstance(obj, Ref):
             return self._ref(f"{obj.path}.{name}")
@@ -963,6 +968,8 @@ class Walk:
             return py.call_method(self, node, callee.self_, callee.func, args, kwargs)
         if isinstance(callee, Instance):
             found = callee.cls.method("forward") or callee.cls.method("__call__")
+            if found is None and (part := py.outside_part(callee)) is not None:
+                return call_ext_instance(self, part, args, kwargs, node)
             if found is None:
                 return Unknown(f"call of {callee.cls.name}", tuple(args))
             func, owner = found

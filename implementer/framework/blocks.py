@@ -159,6 +159,10 @@ def _rewrite_test(ctx: Context, test: Test, twin: Test | None, func: ast.Functio
             replace_expr(ctx.edit_set(file), test.node, text, "the phase decides, not a token count")
             ctx.use(func, {meta.split("[")[0]})
             return
+    if _raises(test) and isinstance(test.owner, (ast.If, ast.Assert)) and _counts_rows(ctx, test):
+        # it guards the fold of tokens by requests, which is gone
+        ctx.mark_removed(Func(func, file, test.frame.owner), {test.owner})
+        return
     if isinstance(test.value, Const) and twin is not None and test.value == twin.value and not _raises(test):
         # the same side in both phases: it depends on the batch only in theory
         if known is not None and "S" not in test.axes:
@@ -172,6 +176,14 @@ def _rewrite_test(ctx: Context, test: Test, twin: Test | None, func: ast.Functio
         "A condition depends on the number of requests or tokens in a way that is not a phase test.",
         "Decide by forward_metadata.is_prefill, or make the code independent of the count.",
     )
+
+
+def _counts_rows(ctx: Context, test: Test) -> bool:
+    """Does the condition compare with the number of requests?"""
+    run = ctx.facts.prefill
+    assert run is not None
+    values = (test.frame.values.get(id(n)) for n in ast.walk(test.node))
+    return any(v is not None and run.walk.as_dim(v) == Dim.atom("B") for v in values)
 
 
 def _one_request(test: Test) -> bool:
