@@ -12,6 +12,7 @@ from kvskill.analyzer.modeling.dims import Dim, const, same
 from kvskill.analyzer.modeling.values import Bool, Const, Frame, Func, Instance, Tensor, Tup, Value
 from kvskill.analyzer.modeling.walk import Test, Walk
 from kvskill.implementer.framework.attention import adapt_block
+from kvskill.implementer.framework.chunks import only_chunks
 from kvskill.implementer.framework.container import Containers
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.framework.threading import metadata_in, thread_metadata
@@ -167,6 +168,8 @@ def _rewrite_test(ctx: Context, test: Test, twin: Test | None, func: ast.Functio
         # the same side in both phases: it depends on the batch only in theory
         if known is not None and "S" not in test.axes:
             return
+    if only_chunks(func, test):
+        return  # the same rows in one piece or in several
     if _raises(test) or (isinstance(test.value, Bool) and test.axes <= {"B"} and _one_request(test)):
         return  # a shortcut for one request: both sides were walked and agree
     ctx.refuse(
