@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ENUM_BASES",
     "bind_import",
+    "inplace_source",
     "builtin",
     "call_builtin",
     "call_method",
@@ -755,6 +756,25 @@ def _dict_method(walk: Walk, obj: Dict_, name: str, args: list[Value]) -> Value:
     return Unknown(f"dict.{name}")
 
 
+# in-place method -> (position and name of what is written, of the index)
+_INPLACE: dict[str, tuple[int, tuple[str, ...], int | None]] = {
+    "copy_": (0, ("src", "other"), None),
+    "index_copy_": (2, ("source", "tensor"), 1),
+    "index_put_": (1, ("values",), 0),
+    "scatter_": (2, ("src",), 1),
+}
+
+
+def inplace_source(name: str, args: list[Value], kwargs: dict[str, Value]) -> tuple[Value | None, Value | None]:
+    """What an in-place method of a tensor writes, and where (its index)."""
+    if name not in _INPLACE:
+        return None, None
+    at, names, index = _INPLACE[name]
+    source = args[at] if len(args) > at else next((kwargs[n] for n in names if n in kwargs), None)
+    where = kwargs.get("index", args[index] if index is not None and len(args) > index else None)
+    return source, where
+
+
 def _tensor_method(
     walk: Walk, node: ast.Call, t: Tensor, name: str, args: list[Value], kwargs: dict[str, Value]
 ) -> Value:
@@ -797,6 +817,8 @@ def _tensor_method(
         result = walk.tensor(f"?{name}", [t, *args, *kwargs.values()], None, node)
     if name.endswith("_") and not name.endswith("__"):
         walk.taint(t, [*args, *kwargs.values()])
+        source, index = inplace_source(name, args, kwargs)
+        walk.fill(t, source, index)
         if isinstance(result, Tensor) and result.shape is None:
             result.shape = t.shape
         walk.record_call(f"tensor.{name}", node, [t, *args], kwargs, result)

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvskill.analyzer.modeling.builtins import inplace_source
 from kvskill.analyzer.modeling.dims import Dim, const
 from kvskill.analyzer.modeling.facts import Binding, Seam
 from kvskill.analyzer.modeling.operators import WRITE_OPS, argument
@@ -26,6 +27,8 @@ from kvskill.analyzer.modeling.values import Const, Dict_, Frame, Func, Instance
 from kvskill.analyzer.modeling.walk import Walk
 from kvskill.diagnostics import Diagnostic, Severity, Span
 from kvskill.source import SourceFile
+
+_PADDED = LAYOUT | {"filled"}  # packed tokens written into a padded buffer
 
 __all__ = ["RepRun", "SeamError", "Write", "find_seam", "phase_reps", "rep_runs"]
 
@@ -68,7 +71,15 @@ def rep_runs(run: Run, inst: Instance) -> RepRun:
     walk = run.walk
     writes: list[Write] = []
     for call in walk.calls:
-        if call.name not in WRITE_OPS or method_frame(call.frame, inst) is None:
+        if method_frame(call.frame, inst) is None:
+            continue
+        if call.name.startswith("tensor."):
+            source, _ = inplace_source(call.name[len("tensor.") :], call.args[1:], call.kwargs)
+            cache = _cache_root(call.args[0]) if source is not None else None
+            if cache is not None and isinstance(source, Tensor):
+                writes.append(Write(cache, source, call.frame, call.stmt, call.node))
+            continue
+        if call.name not in WRITE_OPS:
             continue
         cache = _cache_root(argument(call.name, call.args, call.kwargs, "input"))
         value = argument(call.name, call.args, call.kwargs, "updates")
@@ -316,7 +327,7 @@ def _names_at(
         attend = rep.attends[0]
         k_write, v_write = _kv_writes(rep)
         for i, value in enumerate((attend.q, k_write.value, v_write.value)):
-            ids = {id(t): n for n, t in enumerate(chain(value))}
+            ids = {id(t): n for n, t in enumerate(chain(value, _PADDED))}
             found = sorted(((ids[id(val)], name) for name, val in env.items() if id(val) in ids), key=lambda x: x[0])
             choices[i].append({name for _, name in found})
             if rep.run.phase == "prefill" and not order[i]:
@@ -425,8 +436,10 @@ def _output(
         walk = rep.walk
         family = {rep.attends[0].out}
         joined = {"cat", "stack", "select", "getitem"} if rep.run.form == "paged" else set()  # request by request
+        padded = [t.attrs.get("index") for t in chain(rep.attends[0].q, _PADDED) if t.op == "filled"]
         for t in walk.tensors:
-            if t.op in LAYOUT | {"join"} | joined and any(p in family for p in tensor_parents(t)):
+            passes = t.op in LAYOUT | {"join"} | joined or (t.op == "index_select" and t.parents[-1] in padded)
+            if passes and any(p in family for p in tensor_parents(t)):
                 family.add(t)
         ids = {id(t): t for t in family}
         consumer, name, value = _consumer(frame, func, ids)

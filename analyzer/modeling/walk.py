@@ -44,6 +44,8 @@ MISSING = object()
 MAX_DEPTH = 60
 MAX_STEPS = 400_000
 RUNTIME = frozenset({"B", "S", "T", "n", "q"})
+# tensors that hold nothing yet
+FRESH = frozenset({"new_zeros", "new_empty", "zeros", "empty", "zeros_like", "empty_like"})
 
 _BINOPS: dict[type[ast.operator], tuple[str, Callable[[Any, Any], Any]]] = {
     ast.Add: ("add", operator.add),
@@ -257,6 +259,18 @@ class Walk:
         while isinstance(t, Tensor) and not t.stream and t.op != "cache":
             t.stream = True
             t = t.parents[0] if t.op in shapes.LAYOUT | {"getitem"} and t.parents else None
+
+    def fill(self, target: Value, value: Value | None, index: Value | None) -> None:
+        """Hidden states written into a fresh buffer: from here on the buffer is made of them."""
+        if not (isinstance(target, Tensor) and isinstance(value, Tensor) and value.stream):
+            return
+        if target.op not in FRESH | {"filled"} or target is value:
+            return
+        target.op = "filled"
+        target.parents = (*target.parents, value)
+        target.attrs.setdefault("index", index)
+        self.tensors.remove(target)  # the order of creation stays the order of what depends on what
+        self.tensors.append(target)
 
     def problem(self, node: ast.AST, kind: str, text: str) -> None:
         self.problems.append(Problem(node, self.frame, kind, text))
@@ -545,6 +559,7 @@ class Walk:
             self.eval(target.slice)
             self.item_writes.append((target, frame, obj, value))
             self.taint(obj, [value])
+            self.fill(obj, value, self.frame.values.get(id(target.slice)))
             if isinstance(obj, Dict_):
                 key = self.eval(target.slice)
                 if isinstance(key, Const):
