@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvskill.analyzer.modeling.builtins import inplace_source
 from kvskill.analyzer.modeling.dims import Dim, const
@@ -327,7 +327,7 @@ def _names_at(
         attend = rep.attends[0]
         k_write, v_write = _kv_writes(rep)
         for i, value in enumerate((attend.q, k_write.value, v_write.value)):
-            ids = {id(t): n for n, t in enumerate(chain(value, _PADDED))}
+            ids = {id(t): n for n, t in enumerate(_fresh_chain(rep, value))}
             found = sorted(((ids[id(val)], name) for name, val in env.items() if id(val) in ids), key=lambda x: x[0])
             choices[i].append({name for _, name in found})
             if rep.run.phase == "prefill" and not order[i]:
@@ -342,6 +342,20 @@ def _names_at(
             return None
         out.append(ranked[0])
     return out[0], out[1], out[2]
+
+
+def _fresh_chain(rep: RepRun, value: Tensor) -> list[Tensor]:
+    """What an operand is a rearrangement of, nearest first; paged code may take it request by request."""
+    out = chain(value, _PADDED)
+    while rep.run.form == "paged" and out[-1].op == "getitem" and _some_tokens(out[-1]):
+        out += chain(out[-1].parents[0], _PADDED)
+    return out
+
+
+def _some_tokens(t: Tensor) -> bool:
+    """`x[start:end]`: some rows of the first axis, all of the others."""
+    parts = t.attrs.get("parts") or []
+    return len(parts) == 1 and isinstance(parts[0], slice) and bool(t.parents) and isinstance(t.parents[0], Tensor)
 
 
 def _value_before(frame: Frame, anchor: ast.stmt, name: str) -> Tensor:
@@ -449,6 +463,9 @@ def _output(
         if rep.run.phase == "prefill":
             seq, batch = _axes(rep)
             found = layout_of(walk, value, seq, batch)
+            if found is None and rep.run.form == "paged" and value.shape and value.shape[0].wild:
+                # joined request by request: the count of rows is not known, and there is one for each token
+                found = layout_of(walk, replace(value, shape=(seq, *value.shape[1:])), seq, batch)
             if found is None:
                 raise _fail(
                     file, consumer, "KV156", f"The axes of `{name}` could not be told apart.", "Reshape it once."
