@@ -14,6 +14,7 @@ from kvskill.implementer.framework.container import convert_containers, find_con
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.framework.deadcode import settle_names, sweep, sweep_again, write_removals
 from kvskill.implementer.framework.fields import migrate_fields
+from kvskill.implementer.framework.held import drop_held_caches
 from kvskill.implementer.framework.interface import add_cache_info, add_imports, drop_init_cache, register_groups
 from kvskill.implementer.framework.lasttoken import convert_last_token
 from kvskill.implementer.framework.mla import convert_mla, leftover_caches
@@ -81,6 +82,7 @@ def build_plan(facts: ModelFacts, manifest: Manifest) -> Plan:
     else:
         add_cache_info(ctx)
         drop_init_cache(ctx)
+        drop_held_caches(ctx)
     register_groups(ctx)
     return _finish(ctx)
 

@@ -45,6 +45,7 @@ class CacheDecl:
     heads_expr: str
     k_dim_expr: str
     v_dim_expr: str
+    holders: tuple[tuple[Instance, str], ...] = ()  # (object, attribute) that hold the caches in the class's stead
 
 
 @dataclass(frozen=True)

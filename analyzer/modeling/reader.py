@@ -273,7 +273,12 @@ def _cache_decl(cls: ClassVal, inst: Instance, run: Run, kv_heads: str, seam: ob
         here(kv_heads),
         here(seam.k_dim_expr),
         here(seam.v_dim_expr),
+        tuple(dict.fromkeys(v.attrs["holder"] for v in inst.attrs.values() if isinstance(v, Tensor) and _held(v))),
     )
+
+
+def _held(t: Tensor) -> bool:
+    return t.op == "cache" and "holder" in t.attrs
 
 
 def _containers(frame: Frame | None) -> tuple[ClassVal | None, ClassVal | None]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvskill.analyzer.modeling.dims import Dim, const
+from kvskill.analyzer.modeling.held import adopt, is_module, mark_held
 from kvskill.analyzer.modeling.operators import HOOKS
 from kvskill.analyzer.modeling.program import Program
 from kvskill.analyzer.modeling.values import (
@@ -117,6 +118,7 @@ def run_model(
     if forward is not None:
         func, owner = forward
         result = walk.call_func(Func(func, owner.file, owner), [root], inputs, None)
+    adopt(walk, submodules(root))
     walk.problems[:0] = [p for p in problems_in_init if p.kind == "view"]
     return Run(phase, form, walk, root, meta, result, init_env)
 
@@ -257,6 +259,8 @@ def _bind_caches(walk: Walk, root: Instance, form: Form) -> None:
                     module.attrs[name] = walk.tensor("cache", [], value.shape, value.node, name=name, owner=module)
         walk.frames.clear()
         walk.attr_writes.clear()
+    if form != "paged":
+        mark_held([m for m in submodules(root) if is_module(m)])
     for module in submodules(root):
         unit = module.attrs.get("cache_unit")
         if unit is not None and {"k_cache", "v_cache"} <= module.attrs.keys():

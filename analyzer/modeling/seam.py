@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from kvskill.analyzer.modeling.builtins import inplace_source
 from kvskill.analyzer.modeling.dims import Dim, const
 from kvskill.analyzer.modeling.facts import Binding, Seam
+from kvskill.analyzer.modeling.held import HELD, cache_root
 from kvskill.analyzer.modeling.operators import WRITE_OPS, argument
 from kvskill.analyzer.modeling.run import Run, submodules
 from kvskill.analyzer.modeling.scores import Attend, find_attends, is_causal
@@ -75,18 +76,18 @@ def rep_runs(run: Run, inst: Instance) -> RepRun:
             continue
         if call.name.startswith("tensor."):
             source, _ = inplace_source(call.name[len("tensor.") :], call.args[1:], call.kwargs)
-            cache = _cache_root(call.args[0]) if source is not None else None
+            cache = cache_root(call.args[0]) if source is not None else None
             if cache is not None and isinstance(source, Tensor):
                 writes.append(Write(cache, source, call.frame, call.stmt, call.node))
             continue
         if call.name not in WRITE_OPS:
             continue
-        cache = _cache_root(argument(call.name, call.args, call.kwargs, "input"))
+        cache = cache_root(argument(call.name, call.args, call.kwargs, "input"))
         value = argument(call.name, call.args, call.kwargs, "updates")
         if cache is not None and isinstance(value, Tensor):
             writes.append(Write(cache, value, call.frame, call.stmt, call.node))
     for node, frame, obj, value in walk.item_writes:
-        cache = _cache_root(obj)
+        cache = cache_root(obj)
         if cache is not None and isinstance(value, Tensor) and method_frame(frame, inst) is not None:
             stmt = _frame_stmt(frame, node)
             writes.append(Write(cache, value, frame, stmt, node))
@@ -111,13 +112,6 @@ def _frame_stmt(frame: Frame, node: ast.AST) -> ast.stmt | None:
         for stmt in ast.walk(frame.func):
             if isinstance(stmt, (ast.Assign, ast.AugAssign)) and any(n is node for n in ast.walk(stmt)):
                 return stmt
-    return None
-
-
-def _cache_root(value: Value | None) -> Tensor | None:
-    for t in through(value, lambda t: t.op == "cache") if isinstance(value, Tensor) else ():
-        if t.op == "cache":
-            return t
     return None
 
 
@@ -185,9 +179,17 @@ def find_seam(reps: list[RepRun]) -> Seam:
         sinks_expr=sinks,
         meta_expr=_meta_expr(prefill, frames[id(prefill)], anchor),
         kinds=tuple(sorted({a.kind for r in reps for a in r.attends})),
-        k_cache=str(_kv_writes(prefill)[0].cache.attrs["name"]),
-        v_cache=str(_kv_writes(prefill)[1].cache.attrs["name"]),
+        k_cache=_cache_name(prefill, 0, "k_cache"),
+        v_cache=_cache_name(prefill, 1, "v_cache"),
     )
+
+
+def _cache_name(rep: RepRun, which: int, fresh: str) -> str:
+    """The attribute of the attention object that holds a cache, or will hold it."""
+    name = str(_kv_writes(rep)[which].cache.attrs["name"])
+    if not name.startswith(HELD):
+        return name
+    return fresh if fresh not in rep.inst.attrs else f"paged_{fresh}"
 
 
 def _check_parts(rep: RepRun, file: SourceFile, node: ast.AST) -> None:

@@ -256,6 +256,8 @@ def _declare(ctx: Context, facts: AttentionFacts) -> None:
         block_size=block_size,
         window=window,
     )
+    if decl.holders:
+        lines[:0] = [f"{self_name}.{name} = {torch}.Tensor([])" for name in (facts.seam.k_cache, facts.seam.v_cache)]
     text = "".join(f"{line}\n" for line in lines) + text
     ctx.imports.setdefault(file.shown, set()).add("CacheEntry")
     placeholders = {id(s): s for s in decl.placeholders.values()}

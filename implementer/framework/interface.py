@@ -111,6 +111,7 @@ def drop_init_cache(ctx: Context) -> None:
         return
     func, owner = found
     caches = {n for a in ctx.facts.attentions for n in (a.seam.k_cache, a.seam.v_cache)}
+    caches |= {attr for a in ctx.facts.attentions for _, attr in a.caches.holders}
     for node in ast.walk(func):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr not in caches:
             ctx.refuse(
