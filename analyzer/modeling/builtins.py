@@ -19,6 +19,7 @@ from kvskill.analyzer.modeling.values import (
     Func,
     Instance,
     ModuleSeq,
+    Partial,
     Ref,
     Scalar,
     Tensor,
@@ -286,7 +287,7 @@ def compare(
                 return Bool(f"{a.path} is None") if _missing(known) else Const((known is None) is want)
             if isinstance(
                 a,
-                (Scalar, Tup, Dict_, Instance, ExtInstance, External, Func, Bound, ClassVal, ModuleSeq, Bool),
+                (Scalar, Tup, Dict_, Instance, ExtInstance, External, Func, Bound, Partial, ClassVal, ModuleSeq, Bool),
             ):
                 return Const(not want)
         return Bool("is")

@@ -16,6 +16,7 @@ from kvskill.analyzer.modeling.values import (
     Dict_,
     ExtInstance,
     ModuleSeq,
+    Partial,
     Ref,
     Scalar,
     Tensor,
@@ -61,6 +62,8 @@ def call_external(walk: Walk, name: str, args: list[Value], kwargs: dict[str, Va
 
     if name.startswith("builtins."):
         return py.call_builtin(walk, name[len("builtins.") :], args, kwargs, node)
+    if name == "functools.partial" and args:
+        return Partial(args[0], tuple(args[1:]), kwargs)
     op = operator_name(name) or name
     hook = walk.hooks.get(op)
     if hook is not None:

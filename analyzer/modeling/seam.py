@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -689,7 +690,28 @@ def _value_expr(
     for name, own in rep.inst.attrs.items():
         if own is value:
             return f"{self_name}.{name}"
-    return None
+    return _spelled(rep, text, self_name)
+
+
+def _spelled(rep: RepRun, text: str, self_name: str) -> str | None:
+    """The canonical text of a number with attributes of the object in the place of configuration values."""
+    missing = False
+
+    def attr(match: re.Match[str]) -> str:
+        nonlocal missing
+        dim = Dim.atom(match.group(0))
+        found = attr_for(rep.walk, rep.inst, dim) or _config_path(rep.inst, dim)
+        missing = missing or found is None
+        return f"{self_name}.{found}"
+
+    out = re.sub(r"\bconfig(\.[A-Za-z_]\w*)+", attr, text)
+    if missing or not re.fullmatch(r"[\w.+\-*/() ,]+", out) or not text.startswith("("):
+        return None
+    try:
+        tree = ast.parse(out, mode="eval")
+    except SyntaxError:
+        return None
+    return ast.unparse(tree) if _only_self(tree.body, self_name) else None
 
 
 def _only_self(node: ast.expr, self_name: str) -> bool:

@@ -26,6 +26,7 @@ __all__ = [
     "Func",
     "Instance",
     "ModuleSeq",
+    "Partial",
     "Ref",
     "Scalar",
     "Tensor",
@@ -169,6 +170,15 @@ class Bound(Value):
 
     self_: Value
     func: Func | str
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Partial(Value):
+    """`functools.partial`: a callable with some of its arguments."""
+
+    func: Value
+    args: tuple[Value, ...]
+    kwargs: dict[str, Value]
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from kvskill.analyzer.modeling.values import (
     Func,
     Instance,
     ModuleSeq,
+    Partial,
     Ref,
     Scalar,
     Tensor,
@@ -365,7 +366,7 @@ class Walk:
             return bool(value.items)
         if isinstance(value, Dict_):
             return True if value.items else (None if value.rest else False)
-        if isinstance(value, (Instance, ExtInstance, ClassVal, Func, Bound, External)):
+        if isinstance(value, (Instance, ExtInstance, ClassVal, Func, Bound, Partial, External)):
             return True
         if isinstance(value, ModuleSeq):
             return bool(value.items)
@@ -994,6 +995,8 @@ class Walk:
             for item in callee.items:
                 value = self.apply(item, [value], {}, node)
             return value
+        if isinstance(callee, Partial):
+            return self.apply(callee.func, [*callee.args, *args], {**callee.kwargs, **kwargs}, node)
         if isinstance(callee, External):
             return call_external(self, callee.name, args, kwargs, node)
         if isinstance(callee, ExtInstance):

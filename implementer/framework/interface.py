@@ -78,7 +78,7 @@ def _layers(ctx: Context) -> tuple[str, str] | None:
     run = ctx.facts.prefill
     assert run is not None
     wanted = {a.cls for a in ctx.facts.attentions}
-    paths = [m.path for m in submodules(run.root) if m.cls in wanted and _owns_cache(m)]
+    paths = [m.path for m in submodules(run.root) if wanted & set(m.cls.mro()) and _owns_cache(m)]
     found: set[tuple[str, str]] = set()
     for path in paths:
         match = re.fullmatch(r"(?P<head>[\w.]+?)\.(?P<index>\d+)(?P<tail>(\.[A-Za-z_]\w*)*)", path)
