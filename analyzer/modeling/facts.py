@@ -45,6 +45,7 @@ class CacheDecl:
     heads_expr: str
     k_dim_expr: str
     v_dim_expr: str
+    unit_cls: ClassVal | None = None  # the class of `unit`, where it is another one (a cache module)
     cls: ClassVal | None = None  # the class, where several share one forward
     holders: tuple[tuple[Instance, str], ...] = ()  # (object, attribute) that hold the caches in the class's stead
 

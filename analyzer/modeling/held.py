@@ -1,7 +1,7 @@
 """Caches that the attention does not own: tuples, lists, dicts or an object of caches on the model, one pair a layer.
 
 The engine injects paged caches into the attention objects, so each of these caches is given to the module whose
-method writes it.
+method writes it. A cache module below the attention is such a container as well.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from kvskill.analyzer.modeling.builtins import inplace_source
 from kvskill.analyzer.modeling.operators import WRITE_OPS, argument
-from kvskill.analyzer.modeling.trace import through
+from kvskill.analyzer.modeling.scores import find_attends
+from kvskill.analyzer.modeling.trace import method_frame, through
 from kvskill.analyzer.modeling.values import Dict_, Frame, Instance, ModuleSeq, Tensor, Tup, Value
 
 if TYPE_CHECKING:
     from kvskill.analyzer.modeling.walk import Walk
 
-__all__ = ["HELD", "adopt", "cache_root", "is_module", "mark_held", "writes_of"]
+__all__ = ["HELD", "adopt", "cache_root", "is_module", "lift", "mark_held", "writes_of"]
 
 HELD = "<held>"  # what the name of such a cache begins with
 _FRESH = frozenset({"zeros", "empty", "full", "new_zeros", "new_empty", "zeros_like", "empty_like"})
@@ -105,6 +106,31 @@ def adopt(walk: Walk, modules: list[Instance]) -> None:
             if other.cls is owner.cls and id(other) not in adopters:
                 for name in names:
                     other.attrs.setdefault(name, walk.tensor("cache", [], None, None, name=name, owner=other))
+
+
+def lift(walk: Walk, modules: list[Instance]) -> None:
+    """Caches of a module that attends nothing itself (a cache module) go to the module above that attends."""
+    attends = find_attends(walk)
+
+    def attending(module: Value | None) -> bool:
+        return isinstance(module, Instance) and any(method_frame(a.out.frame, module) is not None for a in attends)
+
+    for cache, frame in list(writes_of(walk)):
+        below, name = cache.attrs.get("owner"), str(cache.attrs.get("name"))
+        if not isinstance(below, Instance) or name.startswith(HELD) or attending(below):
+            continue
+        above = next((f.self_ for f in frame.chain() if is_module(f.self_) and attending(f.self_)), None)
+        attr = next((k for k, v in above.attrs.items() if v is below), None) if isinstance(above, Instance) else None
+        if not isinstance(above, Instance) or attr is None:
+            continue
+        for module in modules:
+            child = module.attrs.get(attr)
+            if module.cls is not above.cls or not isinstance(child, Instance) or name not in child.attrs:
+                continue
+            mine = cache if module is above else walk.tensor("cache", [], None, None)
+            mine.attrs = {"name": f"{HELD}{attr}.{name}", "owner": module, "holder": (module, attr), "home": child}
+            module.attrs[f"{HELD}{attr}.{name}"] = mine
+            child.attrs[name] = walk.tensor("placeholder", [], None, None)
 
 
 def _without_layer(path: str, owner: Instance) -> str:

@@ -292,19 +292,18 @@ def _cache_decl(cls: ClassVal, inst: Instance, run: Run, kv_heads: str, seam: Se
     def here(expr: str) -> str:
         return expr.replace(f"{seam.self_name}.", f"{init_self}.")
 
+    caches = [v for v in inst.attrs.values() if isinstance(v, Tensor) and v.op == "cache"]
+    home = next((v.attrs["home"] for v in caches if "home" in v.attrs), inst)
     return CacheDecl(
         placeholders,
-        inst.attr_nodes.get("cache_unit"),
+        home.attr_nodes.get("cache_unit"),
         here(kv_heads),
         here(seam.k_dim_expr),
         here(seam.v_dim_expr),
+        home.cls if home is not inst else None,
         cls,
-        tuple(dict.fromkeys(v.attrs["holder"] for v in inst.attrs.values() if isinstance(v, Tensor) and _held(v))),
+        tuple(dict.fromkeys(v.attrs["holder"] for v in caches if "holder" in v.attrs)),
     )
-
-
-def _held(t: Tensor) -> bool:
-    return t.op == "cache" and "holder" in t.attrs
 
 
 def _containers(frame: Frame | None) -> tuple[ClassVal | None, ClassVal | None]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvskill.analyzer.modeling.dims import Dim, const
-from kvskill.analyzer.modeling.held import adopt, is_module, mark_held
+from kvskill.analyzer.modeling.held import adopt, is_module, lift, mark_held
 from kvskill.analyzer.modeling.operators import HOOKS
 from kvskill.analyzer.modeling.program import Program
 from kvskill.analyzer.modeling.values import (
@@ -119,6 +119,8 @@ def run_model(
         func, owner = forward
         result = walk.call_func(Func(func, owner.file, owner), [root], inputs, None)
     adopt(walk, submodules(root))
+    if form != "paged":
+        lift(walk, submodules(root))
     walk.problems[:0] = [p for p in problems_in_init if p.kind == "view"]
     return Run(phase, form, walk, root, meta, result, init_env)
 

@@ -273,7 +273,7 @@ def _declare_in(ctx: Context, facts: AttentionFacts, decl: CacheDecl, cls: Class
     if decl.unit is not None and not late and decl.unit in init.body:
         replace_statement(edits, decl.unit, text, "cache entries", unit)
         return
-    home = _home(cls, decl.unit) if decl.unit is not None else None
+    home = _home(decl.unit_cls or cls, decl.unit) if decl.unit is not None else None
     if decl.unit is not None and home is not None:
         ctx.mark_removed(home, {decl.unit})
     insert_after(edits, init.body[-1], text, "cache entries", unit)

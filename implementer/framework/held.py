@@ -14,14 +14,15 @@ __all__ = ["drop_held_caches"]
 
 def drop_held_caches(ctx: Context) -> None:
     """Guards that ask whether the caches are there go, with their first None; any other use left is refused."""
-    names = {attr for facts in ctx.facts.attentions for _, attr in facts.caches.holders}
-    if not names or ctx.facts.entry is None:
+    holders = [h for facts in ctx.facts.attentions for h in facts.caches.holders]
+    if not holders or ctx.facts.entry is None:
         return
     dropped = ctx.facts.entry.method("init_cache")
     skip = {id(n) for n in ast.walk(dropped[0])} if dropped is not None else set()
     for cls in ctx.facts.program.classes():
+        names = {attr for holder, attr in holders if cls in holder.cls.mro()}
         for func in cls.node.body:
-            if isinstance(func, ast.FunctionDef) and id(func) not in skip:
+            if names and isinstance(func, ast.FunctionDef) and id(func) not in skip:
                 _settle(ctx, Func(func, cls.file, cls), names)
 
 
@@ -33,7 +34,8 @@ def _settle(ctx: Context, func: Func, names: set[str]) -> None:
     for stmt in list(statements(node.body)):
         if id(stmt) in gone:
             continue
-        if _is_guard(stmt, names) or _first_none(stmt, names):
+        made = _sets(stmt, names) and (node.name == "__init__" or _empty(stmt))
+        if made or _is_guard(stmt, names):
             ctx.mark_removed(func, {stmt})
             gone |= {id(n) for n in ast.walk(stmt)}
     for part in ast.walk(node):
@@ -56,15 +58,18 @@ def _is_guard(stmt: ast.stmt, names: set[str]) -> bool:
     )
 
 
-def _first_none(stmt: ast.stmt, names: set[str]) -> bool:
-    """`self.caches = None`"""
+def _sets(stmt: ast.stmt, names: set[str]) -> bool:
+    """`self.caches = ...`, and nothing else."""
     target = stmt.targets[0] if isinstance(stmt, ast.Assign) and len(stmt.targets) == 1 else None
     if isinstance(stmt, ast.AnnAssign):
         target = stmt.target
+    return isinstance(target, ast.Attribute) and target.attr in names
+
+
+def _empty(stmt: ast.stmt) -> bool:
     value = getattr(stmt, "value", None)
-    empty = isinstance(value, ast.Constant) and value.value is None
-    empty |= isinstance(value, (ast.List, ast.Tuple)) and not value.elts
-    return isinstance(target, ast.Attribute) and target.attr in names and empty
+    none = isinstance(value, ast.Constant) and value.value is None
+    return none or (isinstance(value, (ast.List, ast.Tuple)) and not value.elts)
 
 
 def _refuse(ctx: Context, file: SourceFile, node: ast.AST) -> None:
