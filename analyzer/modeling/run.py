@@ -20,12 +20,14 @@ from kvskill.analyzer.modeling.values import (
     ClassVal,
     Const,
     Dict_,
+    ExtInstance,
     Func,
     Instance,
     ModuleSeq,
     Ref,
     Scalar,
     Tensor,
+    Tup,
     Value,
 )
 from kvskill.analyzer.modeling.walk import MISSING, Problem, Walk
@@ -272,6 +274,14 @@ def _bind_caches(walk: Walk, root: Instance, form: Form) -> None:
                 module.attrs[name] = walk.tensor("cache", [], shape, None, name=name, owner=module)
         entries = module.attrs.get("cache_entries")
         if entries is not None:
+            named = _entry_names(entries)
             for name, value in list(module.attrs.items()):
-                if isinstance(value, Tensor) and value.op == "placeholder":
+                if name in named or (isinstance(value, Tensor) and value.op == "placeholder"):
                     module.attrs[name] = walk.tensor("cache", [], None, None, name=name, owner=module)
+
+
+def _entry_names(entries: Value) -> set[str]:
+    """The cache names that the entries of an object state."""
+    items = entries.items if isinstance(entries, Tup) else []
+    names = (item.kwargs.get("cache_name") for item in items if isinstance(item, ExtInstance))
+    return {n.value for n in names if isinstance(n, Const) and isinstance(n.value, str)}

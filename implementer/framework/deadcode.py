@@ -7,6 +7,7 @@ import ast
 from kvskill.analyzer.modeling.values import Frame, Func
 from kvskill.implementer.framework.calls import drop_argument, drop_parameter, parameter_names
 from kvskill.implementer.framework.context import Context
+from kvskill.implementer.framework.deadfields import drop_fields
 from kvskill.implementer.textops import names_read, remove_statements, replace_expr, statements, whole_removal
 
 __all__ = ["settle_names", "sweep", "sweep_again", "write_removals"]
@@ -21,6 +22,7 @@ def sweep(ctx: Context, *, parameters: bool = True) -> None:
             changed |= _dead_statements(ctx, ctx.functions[key])
         for key in list(ctx.functions) if parameters else ():
             changed |= _dead_parameters(ctx, ctx.functions[key], dropped)
+        changed |= parameters and drop_fields(ctx)
         if not changed:
             return
 
