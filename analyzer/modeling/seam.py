@@ -680,9 +680,9 @@ def _value_expr(
 ) -> str | None:
     if isinstance(value, Const) and isinstance(value.value, (int, float)):
         return repr(value.value)
-    same_frame = attend.out.frame is frame
-    if same_frame and isinstance(node, ast.expr) and _only_self(node, self_name):
-        return frame.file.segment(node)
+    if _runs_on(attend.out.frame, rep.inst, frame, self_name) and isinstance(node, ast.expr):
+        if _only_self(node, self_name):
+            return frame.file.segment(node)
     text = rep.walk.as_text(value)
     for name, own in rep.inst.attrs.items():
         if isinstance(own, (Scalar, Ref)) and rep.walk.as_text(own) == text:
@@ -693,9 +693,21 @@ def _value_expr(
     return _spelled(rep, text, self_name)
 
 
+def _runs_on(there: Frame | None, inst: Instance, frame: Frame, self_name: str) -> bool:
+    """Is what reads only `self` there the same here: this function, or another method of the object in its file?"""
+    if there is frame:
+        return True
+    if there is None or there.self_ is not inst or there.file is not frame.file:
+        return False
+    return isinstance(there.func, ast.FunctionDef) and there.func.args.args[0].arg == self_name
+
+
 def _spelled(rep: RepRun, text: str, self_name: str) -> str | None:
     """The canonical text of a number with attributes of the object in the place of configuration values."""
     missing = False
+    texts = {rep.walk.as_text(v): n for n, v in rep.inst.attrs.items() if isinstance(v, (Scalar, Ref))}
+    for part in sorted(texts, key=len, reverse=True):
+        text = text.replace(part, f"{self_name}.{texts[part]}") if "config" in part else text
 
     def attr(match: re.Match[str]) -> str:
         nonlocal missing
@@ -705,7 +717,7 @@ def _spelled(rep: RepRun, text: str, self_name: str) -> str | None:
         return f"{self_name}.{found}"
 
     out = re.sub(r"\bconfig(\.[A-Za-z_]\w*)+", attr, text)
-    if missing or not re.fullmatch(r"[\w.+\-*/() ,]+", out) or not text.startswith("("):
+    if missing or not re.fullmatch(r"[\w.+\-*/() ,]+", out) or "(" not in text:
         return None
     try:
         tree = ast.parse(out, mode="eval")
