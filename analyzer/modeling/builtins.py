@@ -479,6 +479,17 @@ def call_builtin(walk: Walk, name: str, args: list[Value], kwargs: dict[str, Val
         if isinstance(first, Dict_):
             out.items = {**first.items, **out.items}
             out.rest = first.rest
+        elif first is not None:
+            pairs = iterate(walk, first)
+            if pairs is None or not all(isinstance(p, Tup) and len(p.items) == 2 for p in pairs):
+                return Unknown("dict", (first,))
+            for pair in pairs:
+                assert isinstance(pair, Tup)
+                key = _python(walk, pair.items[0])
+                if key is _MISSING or not isinstance(key, (str, int, float, type(None))):
+                    out.rest = pair.items[1] if out.rest is None else walk.join(out.rest, pair.items[1])
+                else:
+                    out.items[key] = pair.items[1]
         return out
     if name in ("max", "min"):
         return _extreme(walk, name, args)

@@ -64,6 +64,8 @@ def call_external(walk: Walk, name: str, args: list[Value], kwargs: dict[str, Va
         return py.call_builtin(walk, name[len("builtins.") :], args, kwargs, node)
     if name == "functools.partial" and args:
         return Partial(args[0], tuple(args[1:]), kwargs)
+    if name == "collections.OrderedDict":
+        return py.call_builtin(walk, "dict", args, kwargs, node)
     op = operator_name(name) or name
     hook = walk.hooks.get(op)
     if hook is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 from typing import Any
 
 from kvskill.analyzer.data import load_yaml
@@ -190,10 +191,17 @@ def _window_text(ctx: Context, facts: AttentionFacts) -> str | None:
 
 def _declare(ctx: Context, facts: AttentionFacts) -> None:
     """Replace `cache_unit` by cache entries, chained placeholders by two, in the `__init__` of each class."""
-    for decl in facts.decls or (facts.caches,):
-        cls = decl.cls or facts.cls
+    taken: set[int] = set()  # declarations that another class's `__init__` has replaced already
+    decls = [(d, d.cls or facts.cls) for d in facts.decls or (facts.caches,)]
+    for decl, cls in sorted(decls, key=lambda x: not _in_init(x[1], x[0].unit)):
         rep = next((r for r in facts.reps if r.cls is cls), facts.reps[0])
-        _declare_in(ctx, facts, decl, cls, rep)
+        _declare_in(ctx, facts, replace(decl, unit=None) if id(decl.unit) in taken else decl, cls, rep)
+        taken.add(id(decl.unit))
+
+
+def _in_init(cls: ClassVal, unit: ast.stmt | None) -> bool:
+    found = cls.method("__init__")
+    return found is not None and unit in found[0].body
 
 
 def _declare_in(ctx: Context, facts: AttentionFacts, decl: CacheDecl, cls: ClassVal, rep: Instance) -> None:
