@@ -450,7 +450,7 @@ def call_builtin(walk: Walk, name: str, args: list[Value], kwargs: dict[str, Val
     if name == "hasattr" and len(args) == 2 and isinstance(args[1], Const):
         return _hasattr(walk, args[0], str(args[1].value))
     if name == "setattr" and len(args) == 3 and isinstance(first, Instance) and isinstance(args[1], Const):
-        first.attrs[str(args[1].value)] = args[2]
+        set_member(walk, first, str(args[1].value), args[2])
         return Const(None)
     if name == "isinstance" and len(args) == 2:
         return _isinstance(walk, args[0], args[1])
@@ -521,6 +521,16 @@ def call_builtin(walk: Walk, name: str, args: list[Value], kwargs: dict[str, Val
     if name in ("print", "RuntimeError", "ValueError", "NotImplementedError", "KeyError", "AssertionError"):
         return Const(None)
     return Unknown(name, tuple(args))
+
+
+def set_member(walk: Walk, obj: Instance, name: str, value: Value) -> None:
+    """`setattr`, `register_buffer`, `add_module`: an attribute set by a call."""
+    obj.attrs[name] = value
+    stmt = walk.frame.stmt
+    if stmt is not None:
+        obj.attr_nodes[name] = stmt
+    if walk.naming and isinstance(value, (Instance, ExtInstance, ModuleSeq)):
+        name_children(value, f"{obj.path}.{name}" if obj.path else name)
 
 
 def _distinct(items: list[Value], *, in_order: bool) -> list[Any]:
@@ -678,9 +688,10 @@ def call_method(
             return Tup([Tup([Const(k), v]) for k, v in zip(obj.keys, obj.items, strict=True)])
         return Unknown(f"modules.{name}")
     if isinstance(obj, Instance):
-        if name in ("register_buffer", "register_parameter") and len(args) >= 2 and isinstance(args[0], Const):
-            obj.attrs[str(args[0].value)] = args[1]
-            return Const(None)
+        if name in ("register_buffer", "register_parameter", "add_module", "register_module"):
+            if len(args) >= 2 and isinstance(args[0], Const):
+                set_member(walk, obj, str(args[0].value), args[1])
+                return Const(None)
         if name in ("modules", "named_modules", "parameters", "named_parameters", "children", "state_dict"):
             return Unknown(name)
         if name in (

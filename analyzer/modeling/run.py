@@ -21,6 +21,7 @@ from kvskill.analyzer.modeling.values import (
     Const,
     Dict_,
     ExtInstance,
+    Frame,
     Func,
     Instance,
     ModuleSeq,
@@ -109,6 +110,7 @@ def run_model(
         "infer.scheduler_config.batch_size_per_dp_rank": rows,
         "infer.scheduler_config.batch_size": rows,
     }
+    run_toplevel(walk, program)
     root, init_env, problems_in_init = construct_model(walk, entry, [Ref("config"), Ref("infer"), Ref("comm")])
     inputs, meta = _inputs(walk, phase, form, drafts)
     for name in _META_NAMES:
@@ -125,6 +127,27 @@ def run_model(
         lift(walk, submodules(root))
     walk.problems[:0] = [p for p in problems_in_init if p.kind == "view"]
     return Run(phase, form, walk, root, meta, result, init_env)
+
+
+def run_toplevel(walk: Walk, program: Program) -> None:
+    """What modules do to their own registries on import: decorators of the files, entries set by hand."""
+    for shown, file in program.files.items():
+        names = program.modules[shown]
+        walk.frame = Frame(None, file, None, {}, None, None)
+        for stmt in file.tree.body:
+            if isinstance(stmt, (ast.FunctionDef, ast.ClassDef)):
+                for decorator in reversed(stmt.decorator_list):
+                    base = decorator.func if isinstance(decorator, ast.Call) else decorator
+                    own = names.get(base.id) if isinstance(base, ast.Name) else None
+                    if isinstance(own, Func) and stmt.name in names:
+                        call = ast.copy_location(ast.Call(decorator, [], []), decorator)
+                        walk.apply(walk.eval(decorator), [names[stmt.name]], {}, call)
+            elif isinstance(stmt, ast.Assign) and isinstance(stmt.targets[0], ast.Subscript):
+                if isinstance(stmt.targets[0].value, ast.Name) and isinstance(
+                    names.get(stmt.targets[0].value.id), Dict_
+                ):
+                    walk._assign(stmt.targets[0], walk.eval(stmt.value))
+        del walk.frame
 
 
 def construct_model(

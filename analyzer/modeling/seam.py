@@ -500,7 +500,7 @@ def _consumer(
     """The first statement that uses the output for more than rearranging it, with the name that it reads."""
     ids = set(family)
     for stmt in _statements(func.body):
-        if isinstance(stmt, (ast.If, ast.For, ast.With, ast.Try, ast.While)):
+        if isinstance(stmt, (ast.If, ast.For, ast.With, ast.Try, ast.While, ast.Match)):
             continue
         if id(stmt) not in frame.env_before:
             continue
@@ -527,6 +527,8 @@ def _statements(body: list[ast.stmt]) -> Iterable[ast.stmt]:
         yield stmt
         for part in ("body", "orelse", "finalbody"):
             yield from _statements(getattr(stmt, part, []))
+        for case in getattr(stmt, "cases", []):
+            yield from _statements(case.body)
 
 
 def _geometry(

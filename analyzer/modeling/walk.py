@@ -358,6 +358,8 @@ class Walk:
             return bool(value.value)
         if isinstance(value, Ref):
             known = self.concrete(value.path)
+            if known is MISSING and value.path in self.dim_alias:
+                return True  # a count of requests is at least one
             return None if known is MISSING else bool(known)
         if isinstance(value, Scalar):
             number = self.concrete_dim(value.dim) if value.dim is not None else None
@@ -432,6 +434,8 @@ class Walk:
             return "return"
         elif isinstance(stmt, ast.If):
             return self._if(stmt)
+        elif isinstance(stmt, ast.Match):
+            return self._match(stmt)
         elif isinstance(stmt, ast.For):
             return self._for(stmt)
         elif isinstance(stmt, ast.While):
@@ -501,6 +505,20 @@ class Walk:
                 now = inst.attrs.get(name)
                 inst.attrs[name] = val if now is None or now is val else self.join(val, now)
         return "next"
+
+    def _match(self, stmt: ast.Match) -> str:
+        """`match` on constants is a chain of comparisons; other patterns are not understood."""
+        chain: list[ast.stmt] = []
+        for case in reversed(stmt.cases):
+            test = _case_test(stmt.subject, case)
+            if test is None:
+                self.problem(case.pattern, "match", "a pattern that is no constant")
+                return "next"
+            if isinstance(test, ast.Constant):
+                chain = case.body
+            else:
+                chain = [ast.copy_location(ast.If(test, case.body, chain), stmt)]
+        return self.block(chain)
 
     def _snapshot(self, env: dict[str, Value]) -> dict[Instance, dict[str, Value]]:
         found = {v for v in env.values() if isinstance(v, Instance)}
@@ -1077,6 +1095,26 @@ def _from_ids(value: Value) -> bool:
         seen.add(id(t))
         todo.extend(t.parents)
     return False
+
+
+def _case_test(subject: ast.expr, case: ast.match_case) -> ast.expr | None:
+    """The condition of a case: True for the one that takes everything, None for what is not understood."""
+    pattern = case.pattern
+    test: ast.expr
+    if isinstance(pattern, ast.MatchAs) and pattern.pattern is None and pattern.name is None:
+        test = ast.Constant(True)
+    elif isinstance(pattern, ast.MatchValue):
+        test = ast.Compare(subject, [ast.Eq()], [pattern.value])
+    elif isinstance(pattern, ast.MatchSingleton):
+        test = ast.Compare(subject, [ast.Is()], [ast.Constant(pattern.value)])
+    elif isinstance(pattern, ast.MatchOr) and all(isinstance(p, ast.MatchValue) for p in pattern.patterns):
+        values = [p.value for p in pattern.patterns if isinstance(p, ast.MatchValue)]
+        test = ast.Compare(subject, [ast.In()], [ast.Tuple(values, ast.Load())])
+    else:
+        return None
+    if case.guard is not None:
+        test = case.guard if isinstance(test, ast.Constant) else ast.BoolOp(ast.And(), [test, case.guard])
+    return ast.fix_missing_locations(ast.copy_location(test, pattern))
 
 
 def _as_load(node: ast.expr) -> ast.expr:

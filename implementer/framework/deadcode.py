@@ -93,6 +93,8 @@ def _own_expressions(stmt: ast.stmt) -> list[ast.AST]:
         return [stmt.target, stmt.iter]
     if isinstance(stmt, ast.With):
         return list(stmt.items)
+    if isinstance(stmt, ast.Match):
+        return [stmt.subject, *[c.guard for c in stmt.cases if c.guard is not None]]
     if isinstance(stmt, (ast.Try, ast.FunctionDef, ast.ClassDef)):
         return []
     return [stmt]
@@ -137,6 +139,8 @@ def _reads(ctx: Context, func: Func, after: int = 0) -> set[str]:
             out |= names_read([stmt.iter, stmt.target])
         elif isinstance(stmt, ast.With):
             out |= names_read([i.context_expr for i in stmt.items])
+        elif isinstance(stmt, ast.Match):
+            out |= names_read([stmt.subject, *[c.guard for c in stmt.cases if c.guard is not None]])
         elif isinstance(stmt, ast.Try):
             continue
         else:
