@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from kvskill.source import SourceFile
@@ -44,7 +44,13 @@ class EditSet:
 
     def ordered(self) -> list[Edit]:
         """By position; raises EditConflict where two overlap. Insertions at one place keep their order."""
-        out = sorted(self.edits, key=lambda e: (e.start, e.end))
+        out: list[Edit] = []
+        for edit in sorted(self.edits, key=lambda e: (e.start, e.end)):
+            last = out[-1] if out else None
+            if last is not None and edit.start < last.end and not edit.text and not last.text:
+                out[-1] = replace(last, end=max(last.end, edit.end))  # two removals are one
+            else:
+                out.append(edit)
         for a, b in pairwise(out):
             if b.start < a.end:
                 raise EditConflict(a, b)

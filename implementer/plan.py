@@ -15,6 +15,7 @@ from kvskill.implementer.framework.container import convert_containers, find_con
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.framework.deadcode import settle_names, sweep, sweep_again, write_removals
 from kvskill.implementer.framework.fields import migrate_fields
+from kvskill.implementer.framework.held import drop_held_caches
 from kvskill.implementer.framework.interface import add_cache_info, add_imports, drop_init_cache, register_groups
 from kvskill.implementer.framework.lasttoken import convert_last_token
 from kvskill.implementer.framework.mla import convert_mla, leftover_caches
@@ -69,6 +70,7 @@ def build_plan(facts: ModelFacts, manifest: Manifest) -> Plan:
     convert_blocks(ctx, containers, set())
     convert_row_counts(ctx, containers)
     convert_phase_tests(ctx, containers)
+    sweep_again(ctx)
     touched = set(containers.functions) | {id(a.seam.func) for a in facts.attentions}
     touched |= {id(a.entry) for a in facts.attentions}
     touched |= {id(a.mla.twin[0].func) for a in facts.attentions if a.mla is not None and a.mla.twin is not None}
@@ -81,6 +83,7 @@ def build_plan(facts: ModelFacts, manifest: Manifest) -> Plan:
     else:
         add_cache_info(ctx)
         drop_init_cache(ctx)
+        drop_held_caches(ctx)
     register_groups(ctx)
     return _finish(ctx)
 

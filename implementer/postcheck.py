@@ -119,8 +119,26 @@ def _walks(run: Run, program: Program) -> list[Diagnostic]:
     out.extend(_logits(run, run.root, run.result))
     if run.draft is not None:
         out.extend(_logits(run, run.draft, run.drafted))
+    out.extend(_picked_rows(run))
     out.extend(_attends(run))
     return out
+
+
+def _picked_rows(run: Run) -> list[Diagnostic]:
+    """The last token of each prompt is picked from packed rows, not from the axis of a row that is left over."""
+    for t in run.walk.tensors:
+        source = t.parents[0] if t.parents else None
+        if t.op != "index_select" or not t.stream or t.frame is None or not isinstance(source, Tensor):
+            continue
+        if not source.stream or source.shape is None or t.attrs.get("axis") != 0:
+            continue
+        if not any(a.op == "input:actual_seq_lengths_cu_q" for a in ancestors(t.parents[1:])):
+            continue
+        if source.shape[0].value is not None:
+            shown = ", ".join(map(str, source.shape))
+            fact = f"The last tokens are picked from [{shown}], not from packed tokens [T, H]."
+            return [_finding(t.frame.file, t.node, "KV264", fact)]
+    return []
 
 
 def _logits(run: Run, root: Instance, value: Value) -> list[Diagnostic]:

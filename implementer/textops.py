@@ -10,6 +10,7 @@ from kvskill.source import SourceFile
 
 __all__ = [
     "block_of",
+    "blocks_in",
     "body_start",
     "drop_method",
     "indent_of",
@@ -26,6 +27,15 @@ __all__ = [
 
 _PARTS = ("body", "orelse", "finalbody")
 _DIRECTIVES = tuple(b"#" + space + word for space in (b"", b" ") for word in (b"fmt:", b"type:", b"region", b"endreg"))
+
+
+def blocks_in(stmt: ast.stmt) -> list[list[ast.stmt]]:
+    """The blocks of a compound statement, those of handlers and cases included; empty ones are left out."""
+    if isinstance(stmt, (ast.FunctionDef, ast.ClassDef)):
+        return []
+    blocks = [getattr(stmt, part, []) for part in _PARTS]
+    blocks += [h.body for h in getattr(stmt, "handlers", [])] + [c.body for c in getattr(stmt, "cases", [])]
+    return [b for b in blocks if b]
 
 
 def line_bounds(file: SourceFile, stmt: ast.stmt) -> tuple[int, int] | None:
@@ -140,12 +150,8 @@ def statements(body: Iterable[ast.stmt]) -> Iterable[ast.stmt]:
     """All statements of a block, outer before inner, without those of nested functions and classes."""
     for stmt in body:
         yield stmt
-        if isinstance(stmt, (ast.FunctionDef, ast.ClassDef)):
-            continue
-        for part in _PARTS:
-            yield from statements(getattr(stmt, part, []))
-        for handler in getattr(stmt, "handlers", []):
-            yield from statements(handler.body)
+        for block in blocks_in(stmt):
+            yield from statements(block)
 
 
 def block_of(func: ast.FunctionDef, stmt: ast.stmt) -> list[ast.stmt]:
@@ -155,8 +161,8 @@ def block_of(func: ast.FunctionDef, stmt: ast.stmt) -> list[ast.stmt]:
         if stmt in body:
             return body
         for s in body:
-            for part in _PARTS:
-                found = search(getattr(s, part, []))
+            for block in blocks_in(s):
+                found = search(block)
                 if found is not None:
                     return found
         return None
@@ -174,8 +180,8 @@ def whole_removal(body: list[ast.stmt], removed: set[ast.stmt]) -> set[ast.stmt]
         for stmt in stmts:
             if stmt in out:
                 continue
-            parts = [getattr(stmt, p, []) for p in _PARTS if getattr(stmt, p, [])]
-            if isinstance(stmt, (ast.If, ast.With, ast.For, ast.While)) and parts:
+            parts = blocks_in(stmt)
+            if isinstance(stmt, (ast.If, ast.With, ast.For, ast.While, ast.Match)) and parts:
                 if all([visit(p) for p in parts]):  # noqa: C419 (visits every part)
                     out.add(stmt)
                     continue
@@ -212,8 +218,8 @@ def remove_statements(edits: EditSet, func: ast.FunctionDef, removed: set[ast.st
                         edits.add(*comment, "", why)
                     edits.add(bounds[0], _past_blank(edits.file, body, i, everything, bounds), fill, why)
                 continue
-            for part in _PARTS:
-                visit(getattr(stmt, part, []))
+            for block in blocks_in(stmt):
+                visit(block)
 
     visit(func.body)
     return everything

@@ -20,6 +20,7 @@ from kvskill.analyzer.modeling.values import (
     Func,
     Instance,
     ModuleSeq,
+    Partial,
     Ref,
     Scalar,
     Tensor,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from kvskill.analyzer.modeling.walk import Walk
 
 __all__ = [
+    "OUTSIDE",
     "Super",
     "bind_import",
     "builtin",
@@ -42,8 +44,11 @@ __all__ = [
     "enum_by_value",
     "ext_attr",
     "get_setting",
+    "inplace_source",
     "iterate",
     "name_children",
+    "outside_base",
+    "outside_part",
     "subscript",
     "super_proxy",
     "tensor_attr",
@@ -152,8 +157,10 @@ def iterate(walk: Walk, value: Value) -> list[Value] | None:
         return [value.items[i] for i in _representatives(walk, value.items)]
     if isinstance(value, Dict_) and value.rest is None:
         return [Const(k) for k in value.items]
-    if isinstance(value, Scalar) and value.text.startswith("range:"):
-        return None
+    if isinstance(value, Ref):
+        known = walk.concrete(value.path)
+        if isinstance(known, (list, tuple)) and all(isinstance(v, (str, int, float, bool)) for v in known):
+            return [Const(v) for v in known]
     return None
 
 
@@ -303,7 +310,7 @@ def compare(
                 return Bool(f"{a.path} is None") if _missing(known) else Const((known is None) is want)
             if isinstance(
                 a,
-                (Scalar, Tup, Dict_, Instance, ExtInstance, External, Func, Bound, ClassVal, ModuleSeq, Bool),
+                (Scalar, Tup, Dict_, Instance, ExtInstance, External, Func, Bound, Partial, ClassVal, ModuleSeq, Bool),
             ):
                 return Const(not want)
         return Bool("is")
@@ -389,26 +396,53 @@ def _apply(op: ast.cmpop, a: int, b: int) -> bool:
 
 
 def super_proxy(walk: Walk) -> Value:
-    """`super()`: the object seen through the bases of the class that is running."""
+    """`super()`: the object seen through the classes that follow the running one in its order of bases."""
     frame = walk.frame
     owner = frame.owner
     args = frame.func.args.args if isinstance(frame.func, ast.FunctionDef) else []
     self_ = frame.env.get(args[0].arg) if args else None
     if owner is None or self_ is None:
         return External("super")
-    for base in owner.bases:
-        if isinstance(base, ClassVal):
-            return Super(base, self_)
-    return External("super")
+    real = self_.real if isinstance(self_, Super) else self_
+    order = real.cls.mro() if isinstance(real, Instance) else owner.mro()
+    at = next((i for i, c in enumerate(order) if c.node is owner.node), None)
+    tail = order[at + 1 :] if at is not None else owner.mro()[1:]
+    if not tail and not (isinstance(real, Instance) and outside_base(real.cls)):
+        return External("super")
+    return Super(tail, real if isinstance(real, Instance) else Instance(owner))
 
 
 class Super(Instance):
-    """Methods come from the base, `self` stays the object."""
+    """Methods come from the classes after the running one, `self` stays the object."""
 
-    def __init__(self, base: ClassVal, self_: Value) -> None:
-        super().__init__(base)
-        self.attrs = self_.attrs if isinstance(self_, Instance) else {}
-        self.real = self_.real if isinstance(self_, Super) else self_
+    def __init__(self, tail: list[ClassVal], real: Instance) -> None:
+        super().__init__(tail[0] if tail else real.cls)
+        self.tail = tail
+        self.real = real
+        self.attrs = real.attrs
+        self.attr_nodes = real.attr_nodes
+        self.path = real.path
+
+    def method(self, name: str) -> tuple[ast.FunctionDef, ClassVal] | None:
+        for cls in self.tail:
+            for item in cls.node.body:
+                if isinstance(item, ast.FunctionDef) and item.name == name:
+                    return item, cls
+        return None
+
+
+OUTSIDE = "<outside>"  # the attribute that holds what an outside base class made of its arguments
+
+
+def outside_base(cls: ClassVal) -> str | None:
+    """The module class from outside the files that the class derives from (`torch.nn.Embedding`), if it has one."""
+    return next((b for b in sorted(cls.external_bases()) if b.startswith("torch.nn.") and b != "torch.nn.Module"), None)
+
+
+def outside_part(inst: Instance) -> ExtInstance | None:
+    """The object's part that an outside base class made."""
+    part = inst.attrs.get(OUTSIDE)
+    return part if isinstance(part, ExtInstance) else None
 
 
 def call_builtin(walk: Walk, name: str, args: list[Value], kwargs: dict[str, Value], node: ast.Call) -> Value:
@@ -439,7 +473,7 @@ def call_builtin(walk: Walk, name: str, args: list[Value], kwargs: dict[str, Val
     if name == "hasattr" and len(args) == 2 and isinstance(args[1], Const):
         return _hasattr(walk, args[0], str(args[1].value))
     if name == "setattr" and len(args) == 3 and isinstance(first, Instance) and isinstance(args[1], Const):
-        first.attrs[str(args[1].value)] = args[2]
+        set_member(walk, first, str(args[1].value), args[2])
         return Const(None)
     if name == "isinstance" and len(args) == 2:
         return _isinstance(walk, args[0], args[1])
@@ -468,6 +502,17 @@ def call_builtin(walk: Walk, name: str, args: list[Value], kwargs: dict[str, Val
         if isinstance(first, Dict_):
             out.items = {**first.items, **out.items}
             out.rest = first.rest
+        elif first is not None:
+            pairs = iterate(walk, first)
+            if pairs is None or not all(isinstance(p, Tup) and len(p.items) == 2 for p in pairs):
+                return Unknown("dict", (first,))
+            for pair in pairs:
+                assert isinstance(pair, Tup)
+                key = _python(walk, pair.items[0])
+                if key is _MISSING or not isinstance(key, (str, int, float, type(None))):
+                    out.rest = pair.items[1] if out.rest is None else walk.join(out.rest, pair.items[1])
+                else:
+                    out.items[key] = pair.items[1]
         return out
     if name in ("max", "min"):
         return _extreme(walk, name, args)
@@ -489,12 +534,36 @@ def call_builtin(walk: Walk, name: str, args: list[Value], kwargs: dict[str, Val
     ):
         if name == "reversed" and isinstance(first, (Tup, ModuleSeq)):
             return Tup(list(reversed(first.items)), is_list=True)
-        if name == "set" and isinstance(first, Tup):
-            return first
+        if name in ("set", "sorted") and first is not None:
+            items = iterate(walk, first)
+            if items is not None and all(isinstance(i, Const) for i in items):
+                return Tup([Const(v) for v in _distinct(items, in_order=name == "sorted")], is_list=True)
+            if name == "set" and isinstance(first, Tup):
+                return first
         return Unknown(name, tuple(args))
     if name in ("print", "RuntimeError", "ValueError", "NotImplementedError", "KeyError", "AssertionError"):
         return Const(None)
     return Unknown(name, tuple(args))
+
+
+def set_member(walk: Walk, obj: Instance, name: str, value: Value) -> None:
+    """`setattr`, `register_buffer`, `add_module`: an attribute set by a call."""
+    obj.attrs[name] = value
+    stmt = walk.frame.stmt
+    if stmt is not None:
+        obj.attr_nodes[name] = stmt
+    if walk.naming and isinstance(value, (Instance, ExtInstance, ModuleSeq)):
+        name_children(value, f"{obj.path}.{name}" if obj.path else name)
+
+
+def _distinct(items: list[Value], *, in_order: bool) -> list[Any]:
+    values = [i.value for i in items if isinstance(i, Const)]
+    if in_order:
+        try:
+            return sorted(values)
+        except TypeError:
+            return values
+    return list(dict.fromkeys(values))
 
 
 def _getattr(walk: Walk, args: list[Value], node: ast.Call) -> Value:
@@ -644,9 +713,10 @@ def call_method(
             return Tup([Tup([Const(k), v]) for k, v in zip(obj.keys, obj.items, strict=True)])
         return Unknown(f"modules.{name}")
     if isinstance(obj, Instance):
-        if name in ("register_buffer", "register_parameter") and len(args) >= 2 and isinstance(args[0], Const):
-            obj.attrs[str(args[0].value)] = args[1]
-            return Const(None)
+        if name in ("register_buffer", "register_parameter", "add_module", "register_module"):
+            if len(args) >= 2 and isinstance(args[0], Const):
+                set_member(walk, obj, str(args[0].value), args[1])
+                return Const(None)
         if name in ("modules", "named_modules", "parameters", "named_parameters", "children", "state_dict"):
             return Unknown(name)
         if name in (
@@ -662,8 +732,17 @@ def call_method(
             "requires_grad_",
         ):
             return obj
+        real = obj.real if isinstance(obj, Super) else obj
         if name == "__init__":
+            base = outside_base(real.cls)
+            if base is not None:
+                real.attrs[OUTSIDE] = ExtInstance(base, args, kwargs)
             return Const(None)
+        part = outside_part(real)
+        if name in ("forward", "__call__") and part is not None:
+            from kvskill.analyzer.modeling.externals import call_ext_instance
+
+            return call_ext_instance(walk, part, args, kwargs, node)
         return Unknown(f"{obj.cls.name}.{name}", tuple(args))
     if isinstance(obj, ExtInstance):
         if name in ("to", "npu", "cuda", "eval"):
@@ -702,7 +781,14 @@ def _dict_method(walk: Walk, obj: Dict_, name: str, args: list[Value]) -> Value:
             return obj.items[key]
         if obj.rest is None and key is not _MISSING:
             return args[1] if len(args) > 1 else Const(None)
-        return Unknown("dict.get")
+        values = [] if key is not _MISSING else list(obj.items.values())
+        values += [v for v in (obj.rest, args[1] if len(args) > 1 else None) if v is not None and v != Const(None)]
+        if not values:
+            return Unknown("dict.get")
+        out = values[0]
+        for other in values[1:]:
+            out = walk.join(out, other)
+        return out
     if name == "pop" and args:
         key = _python(walk, args[0])
         if key is not _MISSING and key in obj.items:
@@ -721,6 +807,25 @@ def _dict_method(walk: Walk, obj: Dict_, name: str, args: list[Value]) -> Value:
     if name == "copy":
         return Dict_(dict(obj.items), obj.rest)
     return Unknown(f"dict.{name}")
+
+
+# in-place method -> (position and name of what is written, of the index)
+_INPLACE: dict[str, tuple[int, tuple[str, ...], int | None]] = {
+    "copy_": (0, ("src", "other"), None),
+    "index_copy_": (2, ("source", "tensor"), 1),
+    "index_put_": (1, ("values",), 0),
+    "scatter_": (2, ("src",), 1),
+}
+
+
+def inplace_source(name: str, args: list[Value], kwargs: dict[str, Value]) -> tuple[Value | None, Value | None]:
+    """What an in-place method of a tensor writes, and where (its index)."""
+    if name not in _INPLACE:
+        return None, None
+    at, names, index = _INPLACE[name]
+    source = args[at] if len(args) > at else next((kwargs[n] for n in names if n in kwargs), None)
+    where = kwargs.get("index", args[index] if index is not None and len(args) > index else None)
+    return source, where
 
 
 def _tensor_method(
@@ -765,6 +870,8 @@ def _tensor_method(
         result = walk.tensor(f"?{name}", [t, *args, *kwargs.values()], None, node)
     if name.endswith("_") and not name.endswith("__"):
         walk.taint(t, [*args, *kwargs.values()])
+        source, index = inplace_source(name, args, kwargs)
+        walk.fill(t, source, index)
         if isinstance(result, Tensor) and result.shape is None:
             result.shape = t.shape
         walk.record_call(f"tensor.{name}", node, [t, *args], kwargs, result)

@@ -17,6 +17,7 @@ from kvskill.analyzer.modeling.values import (
     Dict_,
     ExtInstance,
     ModuleSeq,
+    Partial,
     Ref,
     Scalar,
     Tensor,
@@ -62,6 +63,10 @@ def call_external(walk: Walk, name: str, args: list[Value], kwargs: dict[str, Va
 
     if name.startswith("builtins."):
         return py.call_builtin(walk, name[len("builtins.") :], args, kwargs, node)
+    if name == "functools.partial" and args:
+        return Partial(args[0], tuple(args[1:]), kwargs)
+    if name == "collections.OrderedDict":
+        return py.call_builtin(walk, "dict", args, kwargs, node)
     op = operator_name(name) or name
     hook = walk.hooks.get(op)
     if hook is not None:
@@ -221,7 +226,12 @@ def _torch_function(walk: Walk, base: str, args: list[Value], kwargs: dict[str, 
         "logical_not",
         "logical_and",
         "logical_or",
+        "logical_xor",
         "bitwise_not",
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_xor",
+        "nan_to_num",
         "eq",
         "ne",
         "maximum",

@@ -49,6 +49,9 @@ class CacheDecl:
     heads_expr: str
     k_dim_expr: str
     v_dim_expr: str
+    unit_cls: ClassVal | None = None  # the class of `unit`, where it is another one (a cache module)
+    cls: ClassVal | None = None  # the class, where several share one forward
+    holders: tuple[tuple[Instance, str], ...] = ()  # (object, attribute) that hold the caches in the class's stead
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ class AttentionFacts:
     seam: Seam
     reps: tuple[Instance, ...] = ()
     mla: MlaFacts | None = None
+    decls: tuple[CacheDecl, ...] = ()  # one for each __init__ of the classes that share the forward
 
 
 @dataclass(frozen=True, eq=False)

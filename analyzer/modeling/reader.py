@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvskill.analyzer.modeling.facts import AttentionFacts, CacheDecl, ModelFacts, State
+from kvskill.analyzer.modeling.facts import AttentionFacts, CacheDecl, ModelFacts, Seam, State
 from kvskill.analyzer.modeling.mla import find_mla
 from kvskill.analyzer.modeling.program import Program, load_program, source_files
 from kvskill.analyzer.modeling.run import Form, Run, draft_class, run_model, submodules
@@ -62,8 +62,7 @@ def read_program(
     if prefill.walk.problems:
         findings.extend(_shape_findings(prefill))
     facts = []
-    for cls in _classes(owners):
-        mine = [m for m in owners if m.cls is cls]
+    for cls, mine in _groups(owners):
         try:
             facts.append(_attention(cls, mine, prefill, decode, config))
         except SeamError as exc:
@@ -166,12 +165,27 @@ def _has_cache(module: Instance) -> bool:
     return sum(1 for v in module.attrs.values() if isinstance(v, Tensor) and v.op == "cache") >= 2
 
 
-def _classes(instances: list[Instance]) -> list[ClassVal]:
-    out: list[ClassVal] = []
+def _groups(instances: list[Instance]) -> list[tuple[ClassVal, list[Instance]]]:
+    """Objects by the forward that they run, each with its class: the one that defines it, where several share it."""
+    out: dict[int, list[Instance]] = {}
     for inst in instances:
-        if inst.cls not in out:
-            out.append(inst.cls)
-    return out
+        found = inst.cls.method("forward") or inst.cls.method("__call__")
+        out.setdefault(id(found[0]) if found is not None else id(inst.cls), []).append(inst)
+    groups = []
+    for mine in out.values():
+        cls = mine[0].cls
+        found = cls.method("forward") or cls.method("__call__")
+        if found is not None and any(m.cls is not cls for m in mine):
+            cls = found[1]
+        groups.append((cls, mine))
+    return groups
+
+
+def _layer_indices(mine: list[Instance]) -> list[int]:
+    """The layer of each object: the number in its path, else its place."""
+    numbers = [next((int(p) for p in m.path.split(".") if p.isdigit()), None) for m in mine]
+    known = [n for n in numbers if n is not None]
+    return known if len(set(known)) == len(mine) else list(range(len(mine)))
 
 
 def _no_attention(top: ClassVal) -> Diagnostic:
@@ -207,7 +221,8 @@ def _attention(
         raise SeamError(_no_attention(cls))
     latent = find_mla(mine, reps)
     seam = latent[0] if latent is not None else find_seam(reps)
-    layer_of = {id(m): i for i, m in enumerate(mine)}
+    layers = _layer_indices(mine)
+    layer_of = {id(m): i for m, i in zip(mine, layers, strict=True)}
     window, doubt = find_window(mine, reps, config, layer_of) if latent is None else (None, None)
     if doubt is not None:
         raise SeamError(
@@ -227,18 +242,31 @@ def _attention(
         for a in [*entry.args.posonlyargs, *entry.args.args, *entry.args.kwonlyargs]
         if isinstance(v := _start_value(entry_frame, a.arg), Tensor) and v.stream and v.rank == 3
     )
+    decls = _cache_decls(mine, prefill, seam)
     return AttentionFacts(
         cls,
         cls.file,
-        tuple(range(len(mine))),
+        tuple(layers),
         entry,
         stream,
-        _cache_decl(cls, mine[0], prefill, seam.kv_heads_expr, seam),
+        decls[0],
         window,
         seam,
         tuple(r.inst for r in reps if r.run.phase == "prefill"),
         latent[1] if latent is not None else None,
+        decls,
     )
+
+
+def _cache_decls(mine: list[Instance], run: Run, seam: Seam) -> tuple[CacheDecl, ...]:
+    """One declaration for each `__init__` among the classes."""
+    out: dict[int, CacheDecl] = {}
+    for inst in mine:
+        found = inst.cls.method("__init__")
+        key = id(found[0]) if found is not None else id(inst.cls)
+        if key not in out:
+            out[key] = _cache_decl(inst.cls, inst, run, seam.kv_heads_expr, seam)
+    return tuple(out.values())
 
 
 def _start_value(frame: Frame, name: str) -> object:
@@ -254,10 +282,7 @@ def _entry_frame(run: Run, inst: Instance) -> Frame:
     raise AssertionError("a representative has a frame")
 
 
-def _cache_decl(cls: ClassVal, inst: Instance, run: Run, kv_heads: str, seam: object) -> CacheDecl:
-    from kvskill.analyzer.modeling.facts import Seam
-
-    assert isinstance(seam, Seam)
+def _cache_decl(cls: ClassVal, inst: Instance, run: Run, kv_heads: str, seam: Seam) -> CacheDecl:
     placeholders: dict[str, ast.stmt] = {}
     for name, value in inst.attrs.items():
         if isinstance(value, Tensor) and value.op == "cache" and name in inst.attr_nodes:
@@ -270,12 +295,17 @@ def _cache_decl(cls: ClassVal, inst: Instance, run: Run, kv_heads: str, seam: ob
     def here(expr: str) -> str:
         return expr.replace(f"{seam.self_name}.", f"{init_self}.")
 
+    caches = [v for v in inst.attrs.values() if isinstance(v, Tensor) and v.op == "cache"]
+    home = next((v.attrs["home"] for v in caches if "home" in v.attrs), inst)
     return CacheDecl(
         placeholders,
-        inst.attr_nodes.get("cache_unit"),
+        home.attr_nodes.get("cache_unit"),
         here(kv_heads),
         here(seam.k_dim_expr),
         here(seam.v_dim_expr),
+        home.cls if home is not inst else None,
+        cls,
+        tuple(dict.fromkeys(v.attrs["holder"] for v in caches if "holder" in v.attrs)),
     )
 
 

@@ -13,18 +13,22 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvskill.analyzer.modeling.dims import Dim, const, fresh
+from kvskill.analyzer.modeling.held import adopt, is_module, lift, mark_held
 from kvskill.analyzer.modeling.operators import HOOKS
 from kvskill.analyzer.modeling.program import Program
 from kvskill.analyzer.modeling.values import (
     ClassVal,
     Const,
     Dict_,
+    ExtInstance,
+    Frame,
     Func,
     Instance,
     ModuleSeq,
     Ref,
     Scalar,
     Tensor,
+    Tup,
     Value,
 )
 from kvskill.analyzer.modeling.walk import MISSING, Problem, Walk
@@ -117,6 +121,7 @@ def run_model(
         "infer.scheduler_config.batch_size_per_dp_rank": rows,
         "infer.scheduler_config.batch_size": rows,
     }
+    run_toplevel(walk, program)
     root, init_env, problems_in_init = construct_model(walk, entry, [Ref("config"), Ref("infer"), Ref("comm")])
     second: Instance | None = None
     if draft is not None:
@@ -140,6 +145,9 @@ def run_model(
     if second is not None and draft is not None and (found := draft.method("forward")) is not None:
         given = {**inputs, "prev_hidden_states": _hidden(walk, inputs["input_ids"])}
         drafted = walk.call_func(Func(found[0], found[1].file, found[1]), [second], given, None)
+    adopt(walk, submodules(root))
+    if form != "paged":
+        lift(walk, submodules(root))
     walk.problems[:0] = [p for p in problems_in_init if p.kind == "view"]
     return Run(phase, form, walk, root, meta, result, init_env, second, drafted)
 
@@ -175,6 +183,27 @@ def _hidden(walk: Walk, ids: Value) -> Tensor:
     made = next((t for t in walk.tensors if t.op == "embedding" and t.shape), None)
     size = made.shape[-1] if made is not None and made.shape else fresh()
     return walk.tensor("embedding", [], (*ids.shape, size), None)
+
+
+def run_toplevel(walk: Walk, program: Program) -> None:
+    """What modules do to their own registries on import: decorators of the files, entries set by hand."""
+    for shown, file in program.files.items():
+        names = program.modules[shown]
+        walk.frame = Frame(None, file, None, {}, None, None)
+        for stmt in file.tree.body:
+            if isinstance(stmt, (ast.FunctionDef, ast.ClassDef)):
+                for decorator in reversed(stmt.decorator_list):
+                    base = decorator.func if isinstance(decorator, ast.Call) else decorator
+                    own = names.get(base.id) if isinstance(base, ast.Name) else None
+                    if isinstance(own, Func) and stmt.name in names:
+                        call = ast.copy_location(ast.Call(decorator, [], []), decorator)
+                        walk.apply(walk.eval(decorator), [names[stmt.name]], {}, call)
+            elif isinstance(stmt, ast.Assign) and isinstance(stmt.targets[0], ast.Subscript):
+                if isinstance(stmt.targets[0].value, ast.Name) and isinstance(
+                    names.get(stmt.targets[0].value.id), Dict_
+                ):
+                    walk._assign(stmt.targets[0], walk.eval(stmt.value))
+        del walk.frame
 
 
 def construct_model(
@@ -316,6 +345,8 @@ def _bind_caches(walk: Walk, root: Instance, form: Form) -> None:
                     module.attrs[name] = walk.tensor("cache", [], value.shape, value.node, name=name, owner=module)
         walk.frames.clear()
         walk.attr_writes.clear()
+    if form != "paged":
+        mark_held([m for m in submodules(root) if is_module(m)])
     for module in submodules(root):
         unit = module.attrs.get("cache_unit")
         if unit is not None and {"k_cache", "v_cache"} <= module.attrs.keys():
@@ -325,6 +356,14 @@ def _bind_caches(walk: Walk, root: Instance, form: Form) -> None:
                 module.attrs[name] = walk.tensor("cache", [], shape, None, name=name, owner=module)
         entries = module.attrs.get("cache_entries")
         if entries is not None:
+            named = _entry_names(entries)
             for name, value in list(module.attrs.items()):
-                if isinstance(value, Tensor) and value.op == "placeholder":
+                if name in named or (isinstance(value, Tensor) and value.op == "placeholder"):
                     module.attrs[name] = walk.tensor("cache", [], None, None, name=name, owner=module)
+
+
+def _entry_names(entries: Value) -> set[str]:
+    """The cache names that the entries of an object state."""
+    items = entries.items if isinstance(entries, Tup) else []
+    names = (item.kwargs.get("cache_name") for item in items if isinstance(item, ExtInstance))
+    return {n.value for n in names if isinstance(n, Const) and isinstance(n.value, str)}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from kvskill.analyzer.modeling.builtins import inplace_source
 from kvskill.analyzer.modeling.dims import Dim, const
 from kvskill.analyzer.modeling.facts import Binding, Seam
+from kvskill.analyzer.modeling.held import HELD, cache_root
 from kvskill.analyzer.modeling.operators import WRITE_OPS, argument
 from kvskill.analyzer.modeling.run import Run, submodules
 from kvskill.analyzer.modeling.scores import Attend, find_attends, is_causal
@@ -26,6 +29,8 @@ from kvskill.analyzer.modeling.values import Const, Dict_, Frame, Func, Instance
 from kvskill.analyzer.modeling.walk import Walk
 from kvskill.diagnostics import Diagnostic, Severity, Span
 from kvskill.source import SourceFile
+
+_PADDED = LAYOUT | {"filled"}  # packed tokens written into a padded buffer
 
 __all__ = ["RepRun", "SeamError", "Write", "find_seam", "phase_reps", "rep_runs"]
 
@@ -68,14 +73,22 @@ def rep_runs(run: Run, inst: Instance) -> RepRun:
     walk = run.walk
     writes: list[Write] = []
     for call in walk.calls:
-        if call.name not in WRITE_OPS or method_frame(call.frame, inst) is None:
+        if method_frame(call.frame, inst) is None:
             continue
-        cache = _cache_root(argument(call.name, call.args, call.kwargs, "input"))
+        if call.name.startswith("tensor."):
+            source, _ = inplace_source(call.name[len("tensor.") :], call.args[1:], call.kwargs)
+            cache = cache_root(call.args[0]) if source is not None else None
+            if cache is not None and isinstance(source, Tensor):
+                writes.append(Write(cache, source, call.frame, call.stmt, call.node))
+            continue
+        if call.name not in WRITE_OPS:
+            continue
+        cache = cache_root(argument(call.name, call.args, call.kwargs, "input"))
         value = argument(call.name, call.args, call.kwargs, "updates")
         if cache is not None and isinstance(value, Tensor):
             writes.append(Write(cache, value, call.frame, call.stmt, call.node))
     for node, frame, obj, value in walk.item_writes:
-        cache = _cache_root(obj)
+        cache = cache_root(obj)
         if cache is not None and isinstance(value, Tensor) and method_frame(frame, inst) is not None:
             stmt = _frame_stmt(frame, node)
             writes.append(Write(cache, value, frame, stmt, node))
@@ -100,13 +113,6 @@ def _frame_stmt(frame: Frame, node: ast.AST) -> ast.stmt | None:
         for stmt in ast.walk(frame.func):
             if isinstance(stmt, (ast.Assign, ast.AugAssign)) and any(n is node for n in ast.walk(stmt)):
                 return stmt
-    return None
-
-
-def _cache_root(value: Value | None) -> Tensor | None:
-    for t in through(value, lambda t: t.op == "cache") if isinstance(value, Tensor) else ():
-        if t.op == "cache":
-            return t
     return None
 
 
@@ -174,9 +180,17 @@ def find_seam(reps: list[RepRun]) -> Seam:
         sinks_expr=sinks,
         meta_expr=_meta_expr(prefill, frames[id(prefill)], anchor),
         kinds=tuple(sorted({a.kind for r in reps for a in r.attends})),
-        k_cache=str(_kv_writes(prefill)[0].cache.attrs["name"]),
-        v_cache=str(_kv_writes(prefill)[1].cache.attrs["name"]),
+        k_cache=_cache_name(prefill, 0, "k_cache"),
+        v_cache=_cache_name(prefill, 1, "v_cache"),
     )
+
+
+def _cache_name(rep: RepRun, which: int, fresh: str) -> str:
+    """The attribute of the attention object that holds a cache, or will hold it."""
+    name = str(_kv_writes(rep)[which].cache.attrs["name"])
+    if not name.startswith(HELD):
+        return name
+    return fresh if fresh not in rep.inst.attrs else f"paged_{fresh}"
 
 
 def _check_parts(rep: RepRun, file: SourceFile, node: ast.AST) -> None:
@@ -316,7 +330,7 @@ def _names_at(
         attend = rep.attends[0]
         k_write, v_write = _kv_writes(rep)
         for i, value in enumerate((attend.q, k_write.value, v_write.value)):
-            ids = {id(t): n for n, t in enumerate(chain(value))}
+            ids = {id(t): n for n, t in enumerate(_fresh_chain(rep, value))}
             found = sorted(((ids[id(val)], name) for name, val in env.items() if id(val) in ids), key=lambda x: x[0])
             choices[i].append({name for _, name in found})
             if rep.run.phase == "prefill" and not order[i]:
@@ -331,6 +345,20 @@ def _names_at(
             return None
         out.append(ranked[0])
     return out[0], out[1], out[2]
+
+
+def _fresh_chain(rep: RepRun, value: Tensor) -> list[Tensor]:
+    """What an operand is a rearrangement of, nearest first; paged code may take it request by request."""
+    out = chain(value, _PADDED)
+    while rep.run.form == "paged" and out[-1].op == "getitem" and _some_tokens(out[-1]):
+        out += chain(out[-1].parents[0], _PADDED)
+    return out
+
+
+def _some_tokens(t: Tensor) -> bool:
+    """`x[start:end]`: some rows of the first axis, all of the others."""
+    parts = t.attrs.get("parts") or []
+    return len(parts) == 1 and isinstance(parts[0], slice) and bool(t.parents) and isinstance(t.parents[0], Tensor)
 
 
 def _value_before(frame: Frame, anchor: ast.stmt, name: str) -> Tensor:
@@ -425,8 +453,10 @@ def _output(
         walk = rep.walk
         family = {rep.attends[0].out}
         joined = {"cat", "stack", "select", "getitem"} if rep.run.form == "paged" else set()  # request by request
+        padded = [t.attrs.get("index") for t in chain(rep.attends[0].q, _PADDED) if t.op == "filled"]
         for t in walk.tensors:
-            if t.op in LAYOUT | {"join"} | joined and any(p in family for p in tensor_parents(t)):
+            passes = t.op in LAYOUT | {"join"} | joined or (t.op == "index_select" and t.parents[-1] in padded)
+            if passes and any(p in family for p in tensor_parents(t)):
                 family.add(t)
         ids = {id(t): t for t in family}
         consumer, name, value = _consumer(frame, func, ids)
@@ -436,6 +466,9 @@ def _output(
         if rep.run.phase == reps[0].run.phase:
             seq, batch = _axes(rep)
             found = layout_of(walk, value, seq, batch)
+            if found is None and rep.run.form == "paged" and value.shape and value.shape[0].wild:
+                # joined request by request: the count of rows is not known, and there is one for each token
+                found = layout_of(walk, replace(value, shape=(seq, *value.shape[1:])), seq, batch)
             if found is None:
                 raise _fail(
                     file, consumer, "KV156", f"The axes of `{name}` could not be told apart.", "Reshape it once."
@@ -467,7 +500,7 @@ def _consumer(
     """The first statement that uses the output for more than rearranging it, with the name that it reads."""
     ids = set(family)
     for stmt in _statements(func.body):
-        if isinstance(stmt, (ast.If, ast.For, ast.With, ast.Try, ast.While)):
+        if isinstance(stmt, (ast.If, ast.For, ast.With, ast.Try, ast.While, ast.Match)):
             continue
         if id(stmt) not in frame.env_before:
             continue
@@ -494,6 +527,8 @@ def _statements(body: list[ast.stmt]) -> Iterable[ast.stmt]:
         yield stmt
         for part in ("body", "orelse", "finalbody"):
             yield from _statements(getattr(stmt, part, []))
+        for case in getattr(stmt, "cases", []):
+            yield from _statements(case.body)
 
 
 def _geometry(
@@ -647,9 +682,9 @@ def _value_expr(
 ) -> str | None:
     if isinstance(value, Const) and isinstance(value.value, (int, float)):
         return repr(value.value)
-    same_frame = attend.out.frame is frame
-    if same_frame and isinstance(node, ast.expr) and _only_self(node, self_name):
-        return frame.file.segment(node)
+    if _runs_on(attend.out.frame, rep.inst, frame, self_name) and isinstance(node, ast.expr):
+        if _only_self(node, self_name):
+            return frame.file.segment(node)
     text = rep.walk.as_text(value)
     for name, own in rep.inst.attrs.items():
         if isinstance(own, (Scalar, Ref)) and rep.walk.as_text(own) == text:
@@ -657,7 +692,40 @@ def _value_expr(
     for name, own in rep.inst.attrs.items():
         if own is value:
             return f"{self_name}.{name}"
-    return None
+    return _spelled(rep, text, self_name)
+
+
+def _runs_on(there: Frame | None, inst: Instance, frame: Frame, self_name: str) -> bool:
+    """Is what reads only `self` there the same here: this function, or another method of the object in its file?"""
+    if there is frame:
+        return True
+    if there is None or there.self_ is not inst or there.file is not frame.file:
+        return False
+    return isinstance(there.func, ast.FunctionDef) and there.func.args.args[0].arg == self_name
+
+
+def _spelled(rep: RepRun, text: str, self_name: str) -> str | None:
+    """The canonical text of a number with attributes of the object in the place of configuration values."""
+    missing = False
+    texts = {rep.walk.as_text(v): n for n, v in rep.inst.attrs.items() if isinstance(v, (Scalar, Ref))}
+    for part in sorted(texts, key=len, reverse=True):
+        text = text.replace(part, f"{self_name}.{texts[part]}") if "config" in part else text
+
+    def attr(match: re.Match[str]) -> str:
+        nonlocal missing
+        dim = Dim.atom(match.group(0))
+        found = attr_for(rep.walk, rep.inst, dim) or _config_path(rep.inst, dim)
+        missing = missing or found is None
+        return f"{self_name}.{found}"
+
+    out = re.sub(r"\bconfig(\.[A-Za-z_]\w*)+", attr, text)
+    if missing or not re.fullmatch(r"[\w.+\-*/() ,]+", out) or "(" not in text:
+        return None
+    try:
+        tree = ast.parse(out, mode="eval")
+    except SyntaxError:
+        return None
+    return ast.unparse(tree) if _only_self(tree.body, self_name) else None
 
 
 def _only_self(node: ast.expr, self_name: str) -> bool:

@@ -119,6 +119,10 @@ ELEMENTWISE = frozenset(
         "ge",
         "logical_and",
         "logical_or",
+        "logical_xor",
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_xor",
         "reciprocal",
         "erf",
         "sub_",
@@ -256,6 +260,34 @@ def permute(walk: Walk, node: ast.AST, t: Tensor, args: list[Value], kw: dict[st
         return walk.tensor("permute", [t], None, node)
     shape = tuple(t.shape[a] for a in axes if a is not None)
     return walk.tensor("permute", [t], shape, node)
+
+
+def movedim(walk: Walk, node: ast.AST, t: Tensor, args: list[Value], kw: dict[str, Value]) -> Value:
+    given = [args[0] if args else kw.get("source"), args[1] if len(args) > 1 else kw.get("destination")]
+    moves = [[_int(i) for i in (g.items if isinstance(g, Tup) else [g] if g is not None else [])] for g in given]
+    if t.shape is None or any(i is None for m in moves for i in m) or len(moves[0]) != len(moves[1]):
+        return walk.tensor("movedim", [t], None, node)
+    rank = len(t.shape)
+    if any(not -rank <= i < rank for m in moves for i in m if i is not None):
+        walk.problem(node, "rank", f"movedim on a tensor with {rank} axes")
+        return walk.tensor("movedim", [t], None, node)
+    source, target = ([i % rank for i in m if i is not None] for m in moves)
+    order = [-1] * rank
+    for a, b in zip(source, target, strict=True):
+        order[b] = a
+    left = iter(i for i in range(rank) if i not in source)
+    order = [i if i >= 0 else next(left) for i in order]
+    return walk.tensor("movedim", [t], tuple(t.shape[i] for i in order), node)
+
+
+def like_other(name: str) -> Rule:
+    """`view_as` and the like: the shape of the other tensor."""
+
+    def rule(walk: Walk, node: ast.AST, t: Tensor, args: list[Value], kw: dict[str, Value]) -> Value:
+        other = args[0] if args else kw.get("other")
+        return walk.tensor(name, [t], other.shape if isinstance(other, Tensor) else None, node)
+
+    return rule
 
 
 def unsqueeze(walk: Walk, node: ast.AST, t: Tensor, args: list[Value], kw: dict[str, Value]) -> Value:
@@ -612,6 +644,13 @@ METHODS: dict[str, Rule] = {
     "reshape": view,
     "transpose": transpose,
     "swapaxes": transpose,
+    "swapdims": transpose,
+    "movedim": movedim,
+    "moveaxis": movedim,
+    "view_as": like_other("view_as"),
+    "reshape_as": like_other("view_as"),
+    "expand_as": like_other("expand_as"),
+    "ravel": flatten,
     "permute": permute,
     "unsqueeze": unsqueeze,
     "squeeze": squeeze,

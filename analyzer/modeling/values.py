@@ -27,6 +27,7 @@ __all__ = [
     "Func",
     "Instance",
     "ModuleSeq",
+    "Partial",
     "Ref",
     "Scalar",
     "Tensor",
@@ -183,6 +184,15 @@ class Bound(Value):
 
     self_: Value
     func: Func | str
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Partial(Value):
+    """`functools.partial`: a callable with some of its arguments."""
+
+    func: Value
+    args: tuple[Value, ...]
+    kwargs: dict[str, Value]
 
 
 @dataclass(frozen=True)

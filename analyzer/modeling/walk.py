@@ -32,6 +32,7 @@ from kvskill.analyzer.modeling.values import (
     Func,
     Instance,
     ModuleSeq,
+    Partial,
     Ref,
     Scalar,
     Tensor,
@@ -46,6 +47,8 @@ MISSING = object()
 MAX_DEPTH = 60
 MAX_STEPS = 400_000
 RUNTIME = frozenset({"B", "S", "T", "n", "q"})
+# tensors that hold nothing yet
+FRESH = frozenset({"new_zeros", "new_empty", "zeros", "empty", "zeros_like", "empty_like"})
 
 _BINOPS: dict[type[ast.operator], tuple[str, Callable[[Any, Any], Any]]] = {
     ast.Add: ("add", operator.add),
@@ -157,6 +160,8 @@ class Walk:
         if found is not None:
             func, owner = found
             self.call_func(Func(func, owner.file, owner), [inst, *args], kwargs, node)
+        elif (base := py.outside_base(cls)) is not None:
+            inst.attrs[py.OUTSIDE] = ExtInstance(base, args, kwargs)
         else:
             self._dataclass_init(inst, args, kwargs)
         return inst
@@ -258,6 +263,18 @@ class Walk:
             t.stream = True
             t = t.parents[0] if t.op in shapes.LAYOUT | {"getitem"} and t.parents else None
 
+    def fill(self, target: Value, value: Value | None, index: Value | None) -> None:
+        """Hidden states written into a fresh buffer: from here on the buffer is made of them."""
+        if not (isinstance(target, Tensor) and isinstance(value, Tensor) and value.stream):
+            return
+        if target.op not in FRESH | {"filled"} or target is value:
+            return
+        target.op = "filled"
+        target.parents = (*target.parents, value)
+        target.attrs.setdefault("index", index)
+        self.tensors.remove(target)  # the order of creation stays the order of what depends on what
+        self.tensors.append(target)
+
     def problem(self, node: ast.AST, kind: str, text: str) -> None:
         self.problems.append(Problem(node, self.frame, kind, text))
 
@@ -343,6 +360,8 @@ class Walk:
             return bool(value.value)
         if isinstance(value, Ref):
             known = self.concrete(value.path)
+            if known is MISSING and value.path in self.dim_alias:
+                return True  # a count of requests is at least one
             return None if known is MISSING else bool(known)
         if isinstance(value, Scalar):
             number = self.concrete_dim(value.dim) if value.dim is not None else None
@@ -351,7 +370,7 @@ class Walk:
             return bool(value.items)
         if isinstance(value, Dict_):
             return True if value.items else (None if value.rest else False)
-        if isinstance(value, (Instance, ExtInstance, ClassVal, Func, Bound, External)):
+        if isinstance(value, (Instance, ExtInstance, ClassVal, Func, Bound, Partial, External)):
             return True
         if isinstance(value, ModuleSeq):
             return bool(value.items)
@@ -417,6 +436,8 @@ class Walk:
             return "return"
         elif isinstance(stmt, ast.If):
             return self._if(stmt)
+        elif isinstance(stmt, ast.Match):
+            return self._match(stmt)
         elif isinstance(stmt, ast.For):
             return self._for(stmt)
         elif isinstance(stmt, ast.While):
@@ -487,6 +508,20 @@ class Walk:
                 inst.attrs[name] = val if now is None or now is val else self.join(val, now)
         return "next"
 
+    def _match(self, stmt: ast.Match) -> str:
+        """`match` on constants is a chain of comparisons; other patterns are not understood."""
+        chain: list[ast.stmt] = []
+        for case in reversed(stmt.cases):
+            test = _case_test(stmt.subject, case)
+            if test is None:
+                self.problem(case.pattern, "match", "a pattern that is no constant")
+                return "next"
+            if isinstance(test, ast.Constant):
+                chain = case.body
+            else:
+                chain = [ast.copy_location(ast.If(test, case.body, chain), stmt)]
+        return self.block(chain)
+
     def _snapshot(self, env: dict[str, Value]) -> dict[Instance, dict[str, Value]]:
         found = {v for v in env.values() if isinstance(v, Instance)}
         return {inst: dict(inst.attrs) for inst in found}
@@ -545,6 +580,7 @@ class Walk:
             self.eval(target.slice)
             self.item_writes.append((target, frame, obj, value))
             self.taint(obj, [value])
+            self.fill(obj, value, self.frame.values.get(id(target.slice)))
             if isinstance(obj, Dict_):
                 key = self.eval(target.slice)
                 if isinstance(key, Const):
@@ -681,11 +717,10 @@ class Walk:
         if isinstance(obj, Instance):
             if name in obj.attrs:
                 return obj.attrs[name]
-            found = obj.cls.method(name)
+            found = obj.method(name) if isinstance(obj, py.Super) else obj.cls.method(name)
             if found is not None:
                 func, owner = found
-                obj = obj.real if isinstance(obj, py.Super) else obj
-                bound = Bound(obj, Func(func, owner.file, owner))
+                bound = Bound(obj.real if isinstance(obj, py.Super) else obj, Func(func, owner.file, owner))
                 if any(isinstance(d, ast.Name) and d.id == "property" for d in func.decorator_list):
                     return self.call_func(Func(func, owner.file, owner), [obj], {}, node)
                 if any(isinstance(d, ast.Name) and d.id in ("staticmethod",) for d in func.decorator_list):
@@ -693,6 +728,9 @@ class Walk:
                 return bound
             if name in ("__class__",):
                 return obj.cls
+            part = py.outside_part(obj)
+            if part is not None and name not in ("__init__", "forward", "__call__"):
+                return py.ext_attr(self, node, part, name)
             return Bound(obj, name)
         if isinstance(obj, Ref):
             return self._ref(f"{obj.path}.{name}")
@@ -968,6 +1006,8 @@ class Walk:
             return py.call_method(self, node, callee.self_, callee.func, args, kwargs)
         if isinstance(callee, Instance):
             found = callee.cls.method("forward") or callee.cls.method("__call__")
+            if found is None and (part := py.outside_part(callee)) is not None:
+                return call_ext_instance(self, part, args, kwargs, node)
             if found is None:
                 return Unknown(f"call of {callee.cls.name}", tuple(args))
             func, owner = found
@@ -977,6 +1017,8 @@ class Walk:
             for item in callee.items:
                 value = self.apply(item, [value], {}, node)
             return value
+        if isinstance(callee, Partial):
+            return self.apply(callee.func, [*callee.args, *args], {**callee.kwargs, **kwargs}, node)
         if isinstance(callee, External):
             return call_external(self, callee.name, args, kwargs, node)
         if isinstance(callee, ExtInstance):
@@ -1059,6 +1101,26 @@ def _from_ids(value: Value) -> bool:
         seen.add(id(t))
         todo.extend(t.parents)
     return False
+
+
+def _case_test(subject: ast.expr, case: ast.match_case) -> ast.expr | None:
+    """The condition of a case: True for the one that takes everything, None for what is not understood."""
+    pattern = case.pattern
+    test: ast.expr
+    if isinstance(pattern, ast.MatchAs) and pattern.pattern is None and pattern.name is None:
+        test = ast.Constant(True)
+    elif isinstance(pattern, ast.MatchValue):
+        test = ast.Compare(subject, [ast.Eq()], [pattern.value])
+    elif isinstance(pattern, ast.MatchSingleton):
+        test = ast.Compare(subject, [ast.Is()], [ast.Constant(pattern.value)])
+    elif isinstance(pattern, ast.MatchOr) and all(isinstance(p, ast.MatchValue) for p in pattern.patterns):
+        values = [p.value for p in pattern.patterns if isinstance(p, ast.MatchValue)]
+        test = ast.Compare(subject, [ast.In()], [ast.Tuple(values, ast.Load())])
+    else:
+        return None
+    if case.guard is not None:
+        test = case.guard if isinstance(test, ast.Constant) else ast.BoolOp(ast.And(), [test, case.guard])
+    return ast.fix_missing_locations(ast.copy_location(test, pattern))
 
 
 def _as_load(node: ast.expr) -> ast.expr:

@@ -68,6 +68,14 @@ def find_window(
                 test = f"self.{name}" if want else f"not self.{name}"
                 expr = f"config.{source} if {test} else None"
                 return Window(expr, None, tuple(size if bool(f) is want else None for f in flags)), None
+    for name in instances[0].attrs:
+        words = [_attr_word(walk, inst.attrs.get(name)) for inst in instances]
+        known = {words[i] for i, inst in enumerate(instances) if windowed.get(id(inst))}
+        other = {words[i] for i, inst in enumerate(instances) if windowed.get(id(inst)) is False}
+        if None not in words and len(known) == 1 and not known & other:
+            word = next(iter(known))
+            expr = f'config.{source} if self.{name} == "{word}" else None'
+            return Window(expr, None, tuple(size if w == word else None for w in words)), None
     if isinstance(types, list):
         kinds = [types[layer_of[id(i)]] for i in instances]
         sliding = {k for i, k in zip(instances, kinds, strict=True) if windowed.get(id(i))}
@@ -106,3 +114,8 @@ def _attr_flag(walk: Walk, value: Value | None) -> bool | None:
     if isinstance(value, Const) and isinstance(value.value, bool):
         return value.value
     return None
+
+
+def _attr_word(walk: Walk, value: Value | None) -> str | None:
+    known = walk.concrete(value.path) if isinstance(value, Ref) else value.value if isinstance(value, Const) else None
+    return known if isinstance(known, str) else None

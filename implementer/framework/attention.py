@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 from typing import Any
 
 from kvskill.analyzer.data import load_yaml
 from kvskill.analyzer.modeling.dims import Dim
-from kvskill.analyzer.modeling.facts import AttentionFacts, Binding
-from kvskill.analyzer.modeling.values import Const, Frame, Func, Instance, Ref, Tensor, Tup, Unknown, Value
+from kvskill.analyzer.modeling.facts import AttentionFacts, Binding, CacheDecl
+from kvskill.analyzer.modeling.values import (
+    ClassVal,
+    Const,
+    Frame,
+    Func,
+    Instance,
+    Ref,
+    Tensor,
+    Tup,
+    Unknown,
+    Value,
+)
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.render import render
 from kvskill.implementer.textops import (
@@ -165,12 +177,8 @@ def _graph_test(ctx: Context, facts: AttentionFacts) -> str | None:
     """The attribute that says ge_graph, when the file has torchair and the class can know the mode."""
     if ctx.module_name(facts.seam.file, "torchair") != "torchair":
         return None
-    return f"{facts.seam.self_name}.paged_ge_graph" if _infer_expr(ctx, facts) else None
-
-
-def _infer_expr(ctx: Context, facts: AttentionFacts) -> str | None:
-    """How `__init__` of the class reaches the inference configuration."""
-    return init_expr(ctx, facts.reps[0], "infer")
+    known = all(init_expr(ctx, rep, "infer") for rep in facts.reps)
+    return f"{facts.seam.self_name}.paged_ge_graph" if known else None
 
 
 def init_expr(ctx: Context, inst: Instance, path: str) -> str | None:
@@ -194,13 +202,27 @@ def _window_text(ctx: Context, facts: AttentionFacts) -> str | None:
 
 
 def _declare(ctx: Context, facts: AttentionFacts) -> None:
-    """Replace `cache_unit` by cache entries, chained placeholders by two."""
-    decl, file = facts.caches, facts.file
-    found = facts.cls.method("__init__")
+    """Replace `cache_unit` by cache entries, chained placeholders by two, in the `__init__` of each class."""
+    taken: set[int] = set()  # declarations that another class's `__init__` has replaced already
+    decls = [(d, d.cls or facts.cls) for d in facts.decls or (facts.caches,)]
+    for decl, cls in sorted(decls, key=lambda x: not _in_init(x[1], x[0].unit)):
+        rep = next((r for r in facts.reps if r.cls is cls), facts.reps[0])
+        _declare_in(ctx, facts, replace(decl, unit=None) if id(decl.unit) in taken else decl, cls, rep)
+        taken.add(id(decl.unit))
+
+
+def _in_init(cls: ClassVal, unit: ast.stmt | None) -> bool:
+    found = cls.method("__init__")
+    return found is not None and unit in found[0].body
+
+
+def _declare_in(ctx: Context, facts: AttentionFacts, decl: CacheDecl, cls: ClassVal, rep: Instance) -> None:
+    found = cls.method("__init__")
     if found is None:
-        ctx.refuse(file, facts.cls.node, "KV202", f"{facts.cls.name} has no __init__.", "Declare its caches there.")
+        ctx.refuse(cls.file, cls.node, "KV202", f"{cls.name} has no __init__.", "Declare its caches there.")
         return
-    init, _ = found
+    init, owner = found
+    file = owner.file
     self_name = init.args.args[0].arg
     edits = ctx.edit_set(file)
     unit = ctx.unit(init, file)
@@ -215,7 +237,7 @@ def _declare(ctx: Context, facts: AttentionFacts) -> None:
                     file,
                     init,
                     "KV203",
-                    f"`{facts.window.expr}` cannot be written in __init__ of {facts.cls.name}.",
+                    f"`{facts.window.expr}` cannot be written in __init__ of {cls.name}.",
                     "Keep the window of each layer in an attribute that is None for full layers.",
                 )
                 return
@@ -227,7 +249,7 @@ def _declare(ctx: Context, facts: AttentionFacts) -> None:
         attn_type = '"SlidingWindow"' if always else f'"SlidingWindow" if {window} else "FullAttention"'
         if not always:
             window = f"{window} or None"
-    infer = _infer_expr(ctx, facts)
+    infer = init_expr(ctx, rep, "infer")
     block_size = None
     if target.block_size_on == "entry" and infer is not None:
         block_size = f"{infer}.scheduler_config.block_size"
@@ -257,25 +279,49 @@ def _declare(ctx: Context, facts: AttentionFacts) -> None:
         block_size=block_size,
         window=window,
     )
+    if decl.holders:
+        lines[:0] = [f"{self_name}.{name} = {torch}.Tensor([])" for name in (facts.seam.k_cache, facts.seam.v_cache)]
     text = "".join(f"{line}\n" for line in lines) + text
     ctx.imports.setdefault(file.shown, set()).add("CacheEntry")
-    placeholders = {id(s): s for s in decl.placeholders.values()}
-    for stmt in placeholders.values():
-        if isinstance(stmt, ast.Assign) and (len(stmt.targets) > 1 or isinstance(stmt.targets[0], ast.Tuple)):
-            both = "\n".join(f"{self_name}.{name} = {torch}.Tensor([])" for name in decl.placeholders)
-            replace_statement(edits, stmt, both + "\n", "one placeholder per cache", unit)
+    _two_placeholders(ctx, decl, cls)
     needed = _attrs_in(text, self_name)
     late = [
         s
-        for name, s in facts.reps[0].attr_nodes.items()
+        for name, s in rep.attr_nodes.items()
         if name in needed and (decl.unit is None or s.lineno > decl.unit.lineno) and name not in decl.placeholders
     ]
     if decl.unit is not None and not late and decl.unit in init.body:
         replace_statement(edits, decl.unit, text, "cache entries", unit)
-    else:
-        if decl.unit is not None:
-            ctx.mark_removed(Func(init, file, facts.cls), {decl.unit})
-        insert_after(edits, init.body[-1], text, "cache entries", unit)
+        return
+    home = _home(decl.unit_cls or cls, decl.unit) if decl.unit is not None else None
+    if decl.unit is not None and home is not None:
+        ctx.mark_removed(home, {decl.unit})
+    insert_after(edits, init.body[-1], text, "cache entries", unit)
+
+
+def _two_placeholders(ctx: Context, decl: CacheDecl, cls: ClassVal) -> None:
+    """`self.k_cache = self.v_cache = ...` names one tensor twice: each cache gets its own, where they are set."""
+    for stmt in {id(s): s for s in decl.placeholders.values()}.values():
+        if not isinstance(stmt, ast.Assign) or (len(stmt.targets) == 1 and not isinstance(stmt.targets[0], ast.Tuple)):
+            continue
+        home = _home(cls, stmt)
+        if home is None or id(stmt) in ctx.dropped_args:  # shared by classes: done once
+            continue
+        assert isinstance(home.node, ast.FunctionDef)
+        ctx.dropped_args.add(id(stmt))
+        me, torch = home.node.args.args[0].arg, ctx.module_name(home.file, "torch") or "torch"
+        both = "\n".join(f"{me}.{name} = {torch}.Tensor([])" for name in decl.placeholders)
+        unit = ctx.unit(home.node, home.file)
+        replace_statement(ctx.edit_set(home.file), stmt, both + "\n", "one placeholder per cache", unit)
+
+
+def _home(cls: ClassVal, stmt: ast.stmt) -> Func | None:
+    """The method of the class, or of a base in the files, that holds a statement."""
+    for owner in cls.mro():
+        for item in owner.node.body:
+            if isinstance(item, ast.FunctionDef) and any(n is stmt for n in ast.walk(item)):
+                return Func(item, owner.file, owner)
+    return None
 
 
 def _manager_key(ctx: Context, facts: AttentionFacts, window: str | None) -> str | None:

@@ -12,6 +12,7 @@ from kvskill.analyzer.modeling.dims import Dim, const, same
 from kvskill.analyzer.modeling.values import Bool, Const, Frame, Func, Instance, Scalar, Tensor, Tup, Value
 from kvskill.analyzer.modeling.walk import RUNTIME, Test, Walk
 from kvskill.implementer.framework.attention import adapt_block
+from kvskill.implementer.framework.chunks import only_chunks
 from kvskill.implementer.framework.container import Containers
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.framework.threading import metadata_in, thread_metadata
@@ -166,10 +167,16 @@ def _rewrite_test(ctx: Context, test: Test, twin: Test | None, func: ast.Functio
             replace_expr(ctx.edit_set(file), test.node, text, "the phase decides, not a token count")
             ctx.use(func, {meta.split("[")[0]})
             return
+    if _raises(test) and isinstance(test.owner, (ast.If, ast.Assert)) and _counts_rows(ctx, test):
+        # it guards the fold of tokens by requests, which is gone
+        ctx.mark_removed(Func(func, file, test.frame.owner), {test.owner})
+        return
     if isinstance(test.value, Const) and twin is not None and test.value == twin.value and not _raises(test):
         # the same side in both phases: it depends on the batch only in theory
         if known is not None and "S" not in test.axes:
             return
+    if only_chunks(func, test):
+        return  # the same rows in one piece or in several
     if _raises(test) or (isinstance(test.value, Bool) and test.axes <= {"B"} and _one_request(test)):
         return  # a shortcut for one request: both sides were walked and agree
     ctx.refuse(
@@ -191,6 +198,14 @@ def _any_count(test: Test, tokens: Dim) -> bool:
         if rest is None or rest.atoms & RUNTIME:
             return False
     return True
+
+
+def _counts_rows(ctx: Context, test: Test) -> bool:
+    """Does the condition compare with the number of requests?"""
+    run = ctx.facts.prefill
+    assert run is not None
+    values = (test.frame.values.get(id(n)) for n in ast.walk(test.node))
+    return any(v is not None and run.walk.as_dim(v) == Dim.atom("B") for v in values)
 
 
 def _one_request(test: Test) -> bool:

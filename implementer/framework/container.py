@@ -138,6 +138,9 @@ def _convert(ctx: Context, func: Func, containers: Containers, after: dict[int, 
                 limit = after.get(id(node))
                 if limit is not None and part.lineno > limit and not _is_ids(value):
                     continue
+                if not _is_ids(value) and _gives_shape(frame, node, part, value, parents):
+                    done.add(id(part))
+                    continue
                 _shape(ctx, func.file, part, value, parents)
                 done.add(id(part))
             elif isinstance(part, ast.Call) and _is_size(part, frame):
@@ -287,6 +290,36 @@ def _loses_axis(t: Tensor) -> bool:
     if kind == "ids":
         return t.rank == 2 and _row_axes(t)
     return kind == "stream" and t.rank == 3
+
+
+_TAKES_SHAPE = frozenset({"view", "reshape", "expand", "new_empty", "new_zeros", "new_ones", "empty", "zeros", "ones"})
+
+
+def _gives_shape(
+    frame: Frame, func: ast.FunctionDef, part: ast.expr, value: Value, parents: dict[int, ast.AST]
+) -> bool:
+    """Is the whole shape only given on (`y.view(x.shape)`)? Then it follows the hidden states, which lose the axis."""
+    uses: list[ast.AST] = [part]
+    owner = parents.get(id(part))
+    if isinstance(owner, ast.Assign) and owner.value is part:
+        if not all(isinstance(t, ast.Name) for t in owner.targets):
+            return False
+        uses = [
+            n
+            for n in ast.walk(func)
+            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and frame.values.get(id(n)) is value
+        ]
+    return bool(uses) and all(_shape_argument(use, parents) for use in uses)
+
+
+def _shape_argument(node: ast.AST, parents: dict[int, ast.AST]) -> bool:
+    owner = parents.get(id(node))
+    if isinstance(owner, ast.Starred):
+        node, owner = owner, parents.get(id(owner))
+    if not (isinstance(owner, ast.Call) and len(owner.args) == 1 and owner.args[0] is node):
+        return False
+    name = owner.func.attr if isinstance(owner.func, ast.Attribute) else ""
+    return name in _TAKES_SHAPE
 
 
 def _shape(ctx: Context, file: SourceFile, part: ast.expr, value: Value, parents: dict[int, ast.AST]) -> None:

@@ -7,6 +7,7 @@ import ast
 from kvskill.analyzer.modeling.values import Frame, Func
 from kvskill.implementer.framework.calls import drop_argument, drop_parameter, parameter_names
 from kvskill.implementer.framework.context import Context
+from kvskill.implementer.framework.deadfields import drop_fields
 from kvskill.implementer.framework.deadvalues import dead_entries, dead_returns
 from kvskill.implementer.framework.starargs import drop_starred
 from kvskill.implementer.textops import names_read, remove_statements, replace_expr, statements, whole_removal
@@ -27,6 +28,7 @@ def sweep(ctx: Context, *, parameters: bool = True) -> None:
             changed |= drop_starred(ctx, {name for _, name in dropped})
             changed |= dead_entries(ctx, lambda f, line: _all_reads(ctx, f, line), dropped)
             changed |= dead_returns(ctx, lambda f, line: _all_reads(ctx, f, line))
+            changed |= drop_fields(ctx)
         if not changed:
             return
 
@@ -97,6 +99,8 @@ def _own_expressions(stmt: ast.stmt) -> list[ast.AST]:
         return [stmt.target, stmt.iter]
     if isinstance(stmt, ast.With):
         return list(stmt.items)
+    if isinstance(stmt, ast.Match):
+        return [stmt.subject, *[c.guard for c in stmt.cases if c.guard is not None]]
     if isinstance(stmt, (ast.Try, ast.FunctionDef, ast.ClassDef)):
         return []
     return [stmt]
@@ -141,6 +145,8 @@ def _reads(ctx: Context, func: Func, after: int = 0) -> set[str]:
             out |= names_read([stmt.iter, stmt.target])
         elif isinstance(stmt, ast.With):
             out |= names_read([i.context_expr for i in stmt.items])
+        elif isinstance(stmt, ast.Match):
+            out |= names_read([stmt.subject, *[c.guard for c in stmt.cases if c.guard is not None]])
         elif isinstance(stmt, ast.Try):
             continue
         else:

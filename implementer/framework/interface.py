@@ -78,7 +78,7 @@ def _layers(ctx: Context) -> tuple[str, str] | None:
     run = ctx.facts.prefill
     assert run is not None
     wanted = {a.cls for a in ctx.facts.attentions}
-    paths = [m.path for m in submodules(run.root) if m.cls in wanted and _owns_cache(m)]
+    paths = [m.path for m in submodules(run.root) if wanted & set(m.cls.mro()) and _owns_cache(m)]
     found: set[tuple[str, str]] = set()
     for path in paths:
         match = re.fullmatch(r"(?P<head>[\w.]+?)\.(?P<index>\d+)(?P<tail>(\.[A-Za-z_]\w*)*)", path)
@@ -111,6 +111,7 @@ def drop_init_cache(ctx: Context) -> None:
         return
     func, owner = found
     caches = {n for a in ctx.facts.attentions for n in (a.seam.k_cache, a.seam.v_cache)}
+    caches |= {attr for a in ctx.facts.attentions for _, attr in a.caches.holders}
     for node in ast.walk(func):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr not in caches:
             ctx.refuse(

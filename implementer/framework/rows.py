@@ -24,6 +24,7 @@ def convert_row_counts(ctx: Context, containers: Containers) -> None:
         if not isinstance(func, ast.FunctionDef) or id(func) in above or frame.parent is None:
             continue
         gone = {id(n) for s in whole_removal(func.body, ctx.removed.get(id(func), set())) for n in ast.walk(s)}
+        gone |= {id(n) for d in ast.walk(func) if id(d) in ctx.dropped_args for n in ast.walk(d)}
         for node in ast.walk(func):
             if id(node) in gone or id(node) in done or not isinstance(node, ast.expr):
                 continue

@@ -295,6 +295,44 @@ def npu_fused_infer_attention_score(
     return out, torch.zeros(0)
 
 
+def npu_prompt_flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    atten_mask: torch.Tensor | None = None,
+    num_heads: int = 1,
+    scale_value: float = 1.0,
+    pre_tokens: int = INT32_MAX,
+    next_tokens: int = 0,
+    input_layout: str = "BSH",
+    num_key_value_heads: int = 0,
+    sparse_mode: int = 0,
+) -> torch.Tensor:
+    if input_layout != "BSH":
+        raise RuntimeError("only BSH here")
+    kv_heads = num_key_value_heads or num_heads
+    return _fa_bsh(query, key, value, num_heads, kv_heads, scale_value, sparse_mode, atten_mask, None, pre_tokens)
+
+
+def npu_incre_flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    actual_seq_lengths: torch.Tensor | list[int] | None = None,
+    num_heads: int = 1,
+    scale_value: float = 1.0,
+    input_layout: str = "BSH",
+    num_key_value_heads: int = 0,
+) -> torch.Tensor:
+    if input_layout != "BSH" or query.shape[1] != 1:
+        raise RuntimeError("only BSH and one token here")
+    kv_heads = num_key_value_heads or num_heads
+    lengths = _lengths(actual_seq_lengths)
+    return _fa_bsh(query, key, value, num_heads, kv_heads, scale_value, 0, None, lengths, INT32_MAX)
+
+
 def npu_fused_infer_attention_score_v2(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -344,6 +382,8 @@ OPERATORS = (
     npu_moe_finalize_routing,
     npu_fused_infer_attention_score,
     npu_fused_infer_attention_score_v2,
+    npu_prompt_flash_attention,
+    npu_incre_flash_attention,
 )
 
 

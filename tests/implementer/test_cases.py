@@ -16,8 +16,6 @@ CASES = {
     path.parent.name: yaml.safe_load(path.read_text(encoding="utf-8"))["expect"]
     for path in sorted(FOLDER.glob("*/case.yaml"))
 }
-# convert in the end; today the tool refuses them, and a refusal is no wrong conversion
-OPEN = {"arcee", "falcon", "nemotron", "starcoder2"}
 
 
 def outcome(b: Any) -> str:
@@ -33,7 +31,7 @@ def test_case(case_bench: Callable[..., Any], name: str) -> None:
     expect, b = CASES[name], case_bench(name)
     files = {p: p.read_bytes() for p in sorted((b.folder / "models").glob("*.py"))}
     status = outcome(b)
-    if expect != "convert" or name in OPEN:
+    if expect != "convert":
         assert status in ("refused", "legacy-kept", "nothing-to-do"), status
         assert {p: p.read_bytes() for p in files} == files, "a refusal writes nothing"
         return

@@ -43,6 +43,8 @@ class NpuOnCpu(TorchFunctionMode):  # type: ignore[misc]
             kwargs = {**kwargs, "pin_memory": False}
         if any(isinstance(a, (torch.device, str)) for a in args):
             args = tuple(to_cpu(a) for a in args)
+        if func is torch.nn.functional.one_hot and args and args[0].dtype in (torch.int32, torch.uint8):
+            args = (args[0].long(), *args[1:])  # aclnnOneHot takes INT32, INT64 and UINT8; the CPU only int64
         return func(*args, **kwargs)
 
 

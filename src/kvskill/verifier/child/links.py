@@ -42,7 +42,7 @@ def init_link(target: Any, cache_info: Any, caches: Caches, result: dict[str, An
     for cache in caches.tensors:
         for number, model in enumerate(models):
             for name, module in model.named_modules():
-                for attribute, value in vars(module).items():
+                for attribute, value in [*vars(module).items(), *module._buffers.items()]:
                     if value is cache.tensor:
                         cache.owner = f"{'mtp.' if number else ''}{name}.{attribute}"
         if cache.owner:

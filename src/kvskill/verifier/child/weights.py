@@ -43,7 +43,7 @@ def fill(model: Any, seed: int) -> None:
     }
     with torch.no_grad():
         for name, tensor in named.items():
-            if tensor.is_floating_point():
+            if tensor.is_floating_point() and tensor.dim() > 0:  # a number without axes is a constant of the model
                 tensor.copy_(random_tensor(name, tuple(tensor.shape), seed).to(tensor.dtype))
 
 
@@ -51,5 +51,5 @@ def fill_named(named: dict[str, Any], seed: int) -> None:
     """Fill the given target parameters, by their own names."""
     with torch.no_grad():
         for name, tensor in named.items():
-            if tensor.is_floating_point():
+            if tensor.is_floating_point() and tensor.dim() > 0:  # a number without axes is a constant of the model
                 tensor.copy_(random_tensor(name, tuple(tensor.shape), seed).to(tensor.dtype))
