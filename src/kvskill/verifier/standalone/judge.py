@@ -106,17 +106,30 @@ def _compare(
     ref_tokens, got_tokens = reference[f"tokens/{request}"], tested[f"{side}/tokens/{request}"]
     steps = min(len(ref), len(got))
     scale = float(np.abs(ref[:steps]).max()) if steps else 1.0
-    worst, first, nan = 0.0, None, 0
+    first, nan = None, 0
+    finite: dict[int, float] = {}
     for step in range(steps):
         bad = bool(np.isnan(got[step]).any())
         nan += bad
         difference = float("inf") if bad else float(np.abs(got[step] - ref[step]).max()) / (scale or 1.0)
-        worst = max(worst, 0.0 if bad else difference)
+        if not bad:
+            finite[step] = difference
         if first is None and (difference > bound or ref_tokens[step] != got_tokens[step]):
             first = prompt - 1 + step
     above = int(first is not None)
     return Comparison(
-        oracle, request, prompt, steps, worst, nan, bound, first, abs(len(ref) - len(got)), above, 0
+        oracle,
+        request,
+        prompt,
+        steps,
+        max(finite.values(), default=0.0),
+        nan,
+        bound,
+        first,
+        abs(len(ref) - len(got)),
+        above,
+        prefill=finite.get(0),
+        decode=max((d for step, d in finite.items() if step), default=None),
     )
 
 
