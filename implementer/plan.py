@@ -124,10 +124,11 @@ def _convert_one(ctx: Context, attention: AttentionFacts) -> None:
 
 def _metadata_at(ctx: Context, attention: AttentionFacts, seam: Seam) -> str | None:
     """The metadata's name in the seam's function, passed on along every chain of calls that leads there."""
+    classes = [attention.cls, *(rep.cls for rep in attention.reps)]  # a forward may be shared by several
     names = [
         thread_metadata(ctx, frame, seam.anchor)
         for frame in ctx.frames_of(seam.func)
-        if isinstance(frame.self_, Instance) and frame.self_.cls is attention.cls
+        if isinstance(frame.self_, Instance) and frame.self_.cls in classes
     ]
     assert names
     return names[0] if len(set(names)) == 1 else None
