@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import math
+import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from kvskill.analyzer.modeling.builtins import inplace_source
@@ -258,12 +259,40 @@ def _number(walk: Walk, value: Value) -> float | None:
         return repr(found)
 
     text = re.sub(r"\b(?:config|infer)(?:\.[A-Za-z_]\w*)+", known, walk.as_text(value))
-    if missing or not re.fullmatch(r"(?:math\.sqrt|[\d.eE+\-*/() ])+", text):
-        return None
     try:
-        return float(eval(text, {"__builtins__": {}}, {"math": math}))  # noqa: S307 (digits, operators and math.sqrt)
-    except (ArithmeticError, SyntaxError, TypeError, ValueError):
+        return None if missing else _computed(ast.parse(text, mode="eval").body)
+    except (ArithmeticError, SyntaxError, ValueError, OverflowError):
         return None
+
+
+_SUMS: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+
+
+def _computed(node: ast.expr) -> float | None:
+    """The value of an expression of numbers, the four operations, powers and square roots."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        return float(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        inner = _computed(node.operand)
+        return None if inner is None else -inner
+    if isinstance(node, ast.BinOp) and type(node.op) in _SUMS:
+        left, right = _computed(node.left), _computed(node.right)
+        if left is None or right is None:
+            return None
+        found = _SUMS[type(node.op)](left, right)
+        return found if isinstance(found, float) else None
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "math.sqrt" and len(node.args) == 1:
+        inner = _computed(node.args[0])
+        return None if inner is None else math.sqrt(inner)
+    return None
 
 
 def _cache_name(rep: RepRun, which: int, fresh: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from kvskill.analyzer.modeling.trace import ancestors, chain, stmt_in
-from kvskill.analyzer.modeling.values import Frame, Func, Tensor
+from kvskill.analyzer.modeling.values import Const, Frame, Func, Tensor
 from kvskill.implementer.framework.container import Containers
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.framework.threading import thread_metadata
@@ -32,6 +32,16 @@ def convert_last_token(ctx: Context, containers: Containers) -> dict[int, int]:
     if picks:
         frame = picks[0].frame
         assert frame is not None
+        early = next((t for t in picks if _fixed_place(t)), None)
+        if early is not None and early.node is not None:
+            ctx.refuse(
+                frame.file,
+                early.node,
+                "KV210",
+                "The head gets a token at a fixed place that is not the last one.",
+                "Pick the last token of each prompt.",
+            )
+            return {}
         return _replace(ctx, frame, picks)
     return _add(ctx, frames)
 
@@ -47,6 +57,20 @@ def _already_packed(t: Tensor) -> bool:
 def _over_tokens(t: Tensor) -> bool:
     mixed = t.attrs.get("mixed") or ()
     return any(a in ("B", "S") for dim in mixed for a in dim.atoms)
+
+
+def _fixed_place(t: Tensor) -> bool:
+    """Is it a pick at a constant place other than the end (`x[:, 0]`, `x[:, :1]`)?"""
+    if t.op == "getitem":
+        parts = t.attrs.get("parts") or []
+        token = parts[1] if len(parts) > 1 else None
+        if isinstance(token, Const):
+            return isinstance(token.value, int) and token.value != -1
+        if isinstance(token, slice):
+            start = getattr(token.start, "value", None) if token.start is not None else 0
+            stop = getattr(token.stop, "value", None) if token.stop is not None else None
+            return start == 0 and isinstance(stop, int) and stop > 0
+    return False
 
 
 def _inside_attention(ctx: Context, t: Tensor) -> bool:

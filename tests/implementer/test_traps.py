@@ -48,6 +48,11 @@ TRAPS = {
         ],
         "KV164",
     ),
+    "first token to the head": (
+        "nemotron",
+        [("hidden_states = hidden_states[:, -1:]", "hidden_states = hidden_states[:, :1]")],
+        "KV210",
+    ),
     "keys changed after they were stored": (
         "starcoder2",
         [("            return key_states, value_states\n\n", "            return key_states * 2.0, value_states\n\n")],
