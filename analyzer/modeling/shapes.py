@@ -623,9 +623,10 @@ def _sliced(walk: Walk, dim: Dim, part: slice) -> Dim:
         return fresh()
     if step.value is not None and step.value != 1:
         return walk.quotient(dim, step)
-    if start.value is not None and start.value < 0:
+    first, last = walk.concrete_dim(start), walk.concrete_dim(stop)
+    if first is not None and first < 0:
         start = dim + start
-    if stop.value is not None and stop.value < 0:
+    if last is not None and last < 0:
         stop = dim + stop
     if stop.value is not None and dim.value is not None:
         stop = const(min(stop.value, dim.value))
