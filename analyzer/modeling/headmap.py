@@ -20,7 +20,8 @@ from kvskill.analyzer.modeling.walk import Walk
 __all__ = ["wrong_pairs"]
 
 _RUNTIME = {"B": 1, "S": 2, "T": 2, "C": 2, "n": 1, "q": 1}
-_TOKENS = frozenset({"narrow", "getitem", "join", "where", "filled", "index_select", "masked_fill"})  # may change how many
+# may change how many tokens there are
+_TOKENS = frozenset({"narrow", "getitem", "join", "where", "filled", "index_select", "masked_fill"})
 _SAME = ELEMENTWISE | LAYOUT | _TOKENS | {"written", "select"}
 _LIMIT = 1 << 17
 

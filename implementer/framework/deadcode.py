@@ -200,7 +200,7 @@ def _dead_loop_names(ctx: Context, func: Func) -> bool:
     freed, reads = ctx.freed.get(id(func.node), set()), _reads(ctx, func)
     frames = ctx.frames_of(func.node) if isinstance(func.node, ast.FunctionDef) else []
     for stmt in _left(ctx, func):
-        if not isinstance(stmt, ast.For) or not isinstance(stmt.target, ast.Tuple) or not isinstance(stmt.iter, ast.Call):
+        if not (isinstance(stmt, ast.For) and isinstance(stmt.target, ast.Tuple) and isinstance(stmt.iter, ast.Call)):
             continue
         names, args = stmt.target.elts, stmt.iter.args
         zipped = isinstance(stmt.iter.func, ast.Name) and stmt.iter.func.id == "zip" and not stmt.iter.keywords
