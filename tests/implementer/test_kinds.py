@@ -57,6 +57,20 @@ KINDS: dict[str, tuple[str, list[tuple[str, str]], str]] = {
         ],
         "",
     ),
+    "keys and values in one tensor": (
+        "nemotron",
+        [
+            (
+                "            k_cache = torch.zeros(self.batch_size, max_len, width, "
+                "dtype=self.lm_head.weight.dtype, device=device)\n"
+                "            v_cache = torch.zeros(self.batch_size, max_len, width, "
+                "dtype=self.lm_head.weight.dtype, device=device)\n"
+                "            caches.append((k_cache, v_cache))",
+                "            caches.append(torch.zeros(2, self.batch_size, max_len, width, device=device))",
+            )
+        ],
+        "past_key_values",
+    ),
     "a window told by a string": ("gpt_neo", [], "cache_unit"),
 }
 

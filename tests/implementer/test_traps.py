@@ -53,6 +53,11 @@ TRAPS = {
         [("hidden_states = hidden_states[:, -1:]", "hidden_states = hidden_states[:, :1]")],
         "KV210",
     ),
+    "caches that are never allocated": (
+        "bitnet",
+        [("attn.k_cache = torch.zeros(shape,", "attn.other = torch.zeros(shape,")],
+        "KV",
+    ),
     "keys changed after they were stored": (
         "starcoder2",
         [("            return key_states, value_states\n\n", "            return key_states * 2.0, value_states\n\n")],
