@@ -7,6 +7,7 @@ method writes it. A cache module below the attention is such a container as well
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvskill.analyzer.modeling.builtins import inplace_source
@@ -28,15 +29,37 @@ def is_module(value: Value | None) -> bool:
     return isinstance(value, Instance) and "torch.nn.Module" in value.cls.external_bases()
 
 
-def mark_held(modules: list[Instance]) -> None:
+def mark_held(walk: Walk, modules: list[Instance]) -> None:
     """Tensors inside containers on modules are caches that no module owns yet (when hidden states are written)."""
     for module in modules:
+        _unstack(walk, module.attrs)
         for attr, value in module.attrs.items():
             for path, tensor in _inside(value, attr, set()):
                 if tensor.op in _FRESH and tensor.shape is not None and len(tensor.shape) >= 3:
                     tensor.op = "cache"
                     tensor.parents = ()
                     tensor.attrs = {"name": path, "owner": None, "holder": (module, attr)}
+
+
+def _unstack(walk: Walk, attrs: dict[str, Value]) -> None:
+    """One tensor [2, batch, ...] of keys and values is two caches."""
+    for name, value in attrs.items():
+        if isinstance(value, Tensor):
+            attrs[name] = _pair(walk, value)
+        elif isinstance(value, Tup):
+            value.items[:] = [_pair(walk, v) for v in value.items]
+        elif isinstance(value, Dict_):
+            value.items.update({k: _pair(walk, v) for k, v in value.items.items()})
+
+
+def _pair(walk: Walk, value: Value) -> Value:
+    if not isinstance(value, Tensor) or value.op not in _FRESH | {"cache"} or not value.shape:
+        return value
+    if len(value.shape) < 4 or value.shape[0].value != 2:
+        return value
+    both = [replace(value, op="zeros", shape=value.shape[1:], attrs={}) for _ in range(2)]
+    walk.tensors.extend(both)
+    return Tup(list(both))
 
 
 def _inside(value: Value, path: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:

@@ -346,7 +346,7 @@ def _bind_caches(walk: Walk, root: Instance, form: Form) -> None:
         walk.frames.clear()
         walk.attr_writes.clear()
     if form != "paged":
-        mark_held([m for m in submodules(root) if is_module(m)])
+        mark_held(walk, [m for m in submodules(root) if is_module(m)])
     for module in submodules(root):
         unit = module.attrs.get("cache_unit")
         if unit is not None and {"k_cache", "v_cache"} <= module.attrs.keys():

@@ -113,6 +113,7 @@ class Attend:
     heads: Value | None = None
     kv_heads: Value | None = None
     bad: list[Bad] = field(default_factory=list)
+    scores: Tensor | None = None  # the product of queries and keys, where the code writes it out
 
 
 def find_attends(walk: Walk) -> list[Attend]:
@@ -213,7 +214,7 @@ def _eager(walk: Walk, pv: Tensor) -> Attend | None:
     pair = tensor_parents(qk)
     if len(pair) < 2:
         return None
-    out.q, out.k = pair[-2], pair[-1]
+    out.q, out.k, out.scores = pair[-2], pair[-1], qk
     out.causal = Const(bool(out.masks))
     return out
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import math
+import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from kvskill.analyzer.modeling.builtins import inplace_source
 from kvskill.analyzer.modeling.dims import Dim, const
 from kvskill.analyzer.modeling.facts import Binding, Seam
+from kvskill.analyzer.modeling.headmap import wrong_pairs
 from kvskill.analyzer.modeling.held import HELD, cache_root
 from kvskill.analyzer.modeling.operators import WRITE_OPS, argument
 from kvskill.analyzer.modeling.run import Run, submodules
@@ -157,6 +160,8 @@ def find_seam(reps: list[RepRun]) -> Seam:
     q_value = _value_before(frames[id(prefill)], anchor, names[0])
     k_value = _value_before(frames[id(prefill)], anchor, names[1])
     heads, kv_heads, k_dim, v_dim = _geometry(prefill, attend, q_value, k_value, seq, batch, frame, inst, names)
+    _check_pairs(prefill, [_value_before(frames[id(prefill)], anchor, n) for n in names], frame.file)
+    _check_scales(reps, frame.file)
     scale, scale_value = _scale(prefill, attend, frames[id(prefill)], q.name, k_dim, frame.file)
     sinks = _sinks(prefill, attend, frames[id(prefill)])
     return Seam(
@@ -183,6 +188,111 @@ def find_seam(reps: list[RepRun]) -> Seam:
         k_cache=_cache_name(prefill, 0, "k_cache"),
         v_cache=_cache_name(prefill, 1, "v_cache"),
     )
+
+
+def _check_pairs(rep: RepRun, fresh: list[Tensor], file: SourceFile) -> None:
+    """Query heads must meet the key heads that the fused operator gives them."""
+    walk, attend = rep.walk, rep.attends[0]
+    seq, batch = _axes(rep)
+    k_write, v_write = _kv_writes(rep)
+    q_dims = _head_dims(rep, attend.q, seq, batch)
+    k_dims = _head_dims(rep, k_write.value, seq, batch) or _unit_dims(walk, rep.inst)
+    v_dims = _head_dims(rep, v_write.value, seq, batch) or k_dims
+    if q_dims is None or k_dims is None or v_dims is None:
+        return
+    n_q, n_kv, k_dim, v_dim = (walk.concrete_dim(d) for d in (q_dims[0], *k_dims, v_dims[1]))
+    if n_q is None or n_kv is None or k_dim is None or v_dim is None:
+        return
+    q, k, v = fresh
+    wrong = wrong_pairs(walk, attend, q, k, v, (n_q, n_kv, k_dim, v_dim), seq, batch)
+    if wrong is not None:
+        where = attend.out.frame.file if attend.out.frame is not None else file
+        raise _fail(
+            where,
+            attend.out.node,
+            "KV146",
+            f"The heads are paired otherwise than the fused operator pairs them: {wrong}.",
+            "Repeat key heads one by one (repeat_interleave), or reorder the projection's heads.",
+        )
+
+
+def _check_scales(reps: list[RepRun], file: SourceFile) -> None:
+    """Both phases scale the scores alike."""
+    known: dict[str, tuple[float, RepRun]] = {}
+    for rep in reps:
+        number = _scale_number(rep)
+        if number is None:
+            continue
+        first, other = known.setdefault(rep.inst.path, (number, rep))
+        if not math.isclose(number, first, rel_tol=1e-6):
+            out = rep.attends[0].out
+            where = out.frame.file if out.frame is not None else file
+            fact = f"The scores are scaled by {first:.6g} in {other.run.phase} and by {number:.6g} in {rep.run.phase}."
+            raise _fail(where, out.node, "KV147", fact, "Scale alike in prefill and decode, from one attribute.")
+
+
+def _scale_number(rep: RepRun) -> float | None:
+    """The softmax scale of one object in one phase, where it can be computed."""
+    attend, total = rep.attends[0], 1.0
+    if attend.default_scale:
+        return None
+    for op, value, _ in attend.scale:
+        number = _number(rep.walk, value)
+        if not number:
+            return None
+        total = total * number if op == "mul" else total / number
+    return total
+
+
+def _number(walk: Walk, value: Value) -> float | None:
+    if isinstance(value, Const):
+        return float(value.value) if isinstance(value.value, (int, float)) else None
+    if not isinstance(value, (Scalar, Ref)):
+        return None
+    missing = False
+
+    def known(match: re.Match[str]) -> str:
+        nonlocal missing
+        found = walk.concrete(match.group(0))
+        if isinstance(found, bool) or not isinstance(found, (int, float)):
+            missing = True
+        return repr(found)
+
+    text = re.sub(r"\b(?:config|infer)(?:\.[A-Za-z_]\w*)+", known, walk.as_text(value))
+    try:
+        return None if missing else _computed(ast.parse(text, mode="eval").body)
+    except (ArithmeticError, SyntaxError, ValueError, OverflowError):
+        return None
+
+
+_SUMS: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+
+
+def _computed(node: ast.expr) -> float | None:
+    """The value of an expression of numbers, the four operations, powers and square roots."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        return float(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        inner = _computed(node.operand)
+        return None if inner is None else -inner
+    if isinstance(node, ast.BinOp) and type(node.op) in _SUMS:
+        left, right = _computed(node.left), _computed(node.right)
+        if left is None or right is None:
+            return None
+        found = _SUMS[type(node.op)](left, right)
+        return found if isinstance(found, float) else None
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "math.sqrt" and len(node.args) == 1:
+        inner = _computed(node.args[0])
+        return None if inner is None else math.sqrt(inner)
+    return None
 
 
 def _cache_name(rep: RepRun, which: int, fresh: str) -> str:

@@ -258,8 +258,8 @@ def permute(walk: Walk, node: ast.AST, t: Tensor, args: list[Value], kw: dict[st
     if len(axes) != len(t.shape):
         walk.problem(node, "rank", f"permute of {len(axes)} axes on a tensor with {len(t.shape)}")
         return walk.tensor("permute", [t], None, node)
-    shape = tuple(t.shape[a] for a in axes if a is not None)
-    return walk.tensor("permute", [t], shape, node)
+    order = tuple(a % len(axes) for a in axes if a is not None)
+    return walk.tensor("permute", [t], tuple(t.shape[a] for a in order), node, perm=order)
 
 
 def movedim(walk: Walk, node: ast.AST, t: Tensor, args: list[Value], kw: dict[str, Value]) -> Value:
@@ -277,7 +277,7 @@ def movedim(walk: Walk, node: ast.AST, t: Tensor, args: list[Value], kw: dict[st
         order[b] = a
     left = iter(i for i in range(rank) if i not in source)
     order = [i if i >= 0 else next(left) for i in order]
-    return walk.tensor("movedim", [t], tuple(t.shape[i] for i in order), node)
+    return walk.tensor("movedim", [t], tuple(t.shape[i] for i in order), node, perm=tuple(order))
 
 
 def like_other(name: str) -> Rule:
@@ -623,9 +623,10 @@ def _sliced(walk: Walk, dim: Dim, part: slice) -> Dim:
         return fresh()
     if step.value is not None and step.value != 1:
         return walk.quotient(dim, step)
-    if start.value is not None and start.value < 0:
+    first, last = walk.concrete_dim(start), walk.concrete_dim(stop)
+    if first is not None and first < 0:
         start = dim + start
-    if stop.value is not None and stop.value < 0:
+    if last is not None and last < 0:
         stop = dim + stop
     if stop.value is not None and dim.value is not None:
         stop = const(min(stop.value, dim.value))

@@ -25,7 +25,7 @@ __all__ = [
 
 # layout operations and what else leaves K and V the same up to repetition and length
 PASSING = LAYOUT | {"repeat", "repeat_interleave", "getitem", "join", "written", "select", "unbind"}
-PASSING |= {"filled", "nan_to_num"}
+PASSING |= {"filled", "nan_to_num", "narrow"}
 
 
 def tensor_parents(value: Value) -> list[Tensor]:

@@ -267,8 +267,8 @@ class Walk:
         """Hidden states written into a fresh buffer: from here on the buffer is made of them."""
         if not (isinstance(target, Tensor) and isinstance(value, Tensor) and value.stream):
             return
-        if target.op not in FRESH | {"filled"} or target is value:
-            return
+        if target.op not in FRESH | {"filled"} or target is value or target not in self.tensors:
+            return  # what was made before this step is a state, no buffer of the step
         target.op = "filled"
         target.parents = (*target.parents, value)
         target.attrs.setdefault("index", index)

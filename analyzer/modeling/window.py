@@ -33,7 +33,8 @@ def find_window(
     """
     used = {id(r.inst): window_of(r) for r in reps if r.run.phase == "prefill"}
     if not any(used.values()):
-        return None, None
+        late = {w for r in reps if r.run.phase == "decode" for w in window_of(r)}
+        return None, f"only decode has one ({sorted(late)})" if late else None
     walk = reps[0].walk
     sizes = {w for ws in used.values() for w in ws}
     real = {int(v) for k, v in config.items() if isinstance(v, int) and "window" in k and not isinstance(v, bool)}
@@ -43,6 +44,9 @@ def find_window(
     if len(picked) > 1:
         return None, f"it uses several window sizes ({sorted(picked)})"
     size = next(iter(picked))
+    late = {w for r in reps if r.run.phase == "decode" for w in window_of(r)}
+    if any(abs(w - size) > 1 for w in late):
+        return None, f"prefill sees {size} keys and decode {sorted(late)}"
     windowed = {i: bool(ws) for i, ws in used.items()}
     for name in instances[0].attrs:
         values = [_attr_window(walk, inst.attrs.get(name)) for inst in instances]

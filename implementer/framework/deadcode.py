@@ -22,6 +22,7 @@ def sweep(ctx: Context, *, parameters: bool = True) -> None:
         changed = False
         for key in list(ctx.functions):
             changed |= _dead_statements(ctx, ctx.functions[key])
+            changed |= _dead_loop_names(ctx, ctx.functions[key])
         for key in list(ctx.functions) if parameters else ():
             changed |= _dead_parameters(ctx, ctx.functions[key], dropped)
         if parameters:
@@ -142,7 +143,7 @@ def _reads(ctx: Context, func: Func, after: int = 0) -> set[str]:
         if isinstance(stmt, (ast.If, ast.While)):
             out |= set() if id(stmt.test) in ctx.rewritten_tests else names_read([stmt.test])
         elif isinstance(stmt, ast.For):
-            out |= names_read([stmt.iter, stmt.target])
+            out |= _live_names(ctx, stmt.iter) | names_read([stmt.target])
         elif isinstance(stmt, ast.With):
             out |= names_read([i.context_expr for i in stmt.items])
         elif isinstance(stmt, ast.Match):
@@ -166,7 +167,7 @@ def _only_self_update(stmt: ast.AugAssign) -> bool:
     return isinstance(stmt.target, ast.Name) and stmt.target.id not in names_read([stmt.value])
 
 
-def _live_names(ctx: Context, stmt: ast.stmt) -> set[str]:
+def _live_names(ctx: Context, stmt: ast.AST) -> set[str]:
     """Names that a statement reads, dropped arguments left out."""
     out: set[str] = set()
 
@@ -204,6 +205,38 @@ def _dead_statements(ctx: Context, func: Func) -> bool:
         if isinstance(stmt, (ast.If, ast.While)):
             ctx.freed[id(func.node)] |= names_read([stmt.test])
     return True
+
+
+def _dead_loop_names(ctx: Context, func: Func) -> bool:
+    """`for layer, cache in zip(layers, caches)` whose `cache` nobody reads: the loop goes over the layers alone."""
+    freed, reads = ctx.freed.get(id(func.node), set()), _reads(ctx, func)
+    frames = ctx.frames_of(func.node) if isinstance(func.node, ast.FunctionDef) else []
+    for stmt in _left(ctx, func):
+        if not (isinstance(stmt, ast.For) and isinstance(stmt.target, ast.Tuple) and isinstance(stmt.iter, ast.Call)):
+            continue
+        names, args = stmt.target.elts, stmt.iter.args
+        zipped = isinstance(stmt.iter.func, ast.Name) and stmt.iter.func.id == "zip" and not stmt.iter.keywords
+        if not zipped or len(names) != 2 or len(args) != 2 or id(stmt.iter.func) in ctx.dropped_args:
+            continue
+        for dead, kept in ((0, 1), (1, 0)):
+            name = names[dead]
+            if not isinstance(name, ast.Name) or name.id in reads or name.id not in freed:
+                continue
+            if not frames or not all(_as_many(f, args[dead], args[kept]) for f in frames):
+                continue
+            edits = ctx.edit_set(func.file)
+            replace_expr(edits, stmt.target, func.file.segment(names[kept]), f"nothing reads `{name.id}` any more")
+            replace_expr(edits, stmt.iter, func.file.segment(args[kept]), f"nothing reads `{name.id}` any more")
+            ctx.dropped_args |= {id(args[dead]), id(stmt.iter.func)}
+            freed |= names_read([args[dead]])
+            return True
+    return False
+
+
+def _as_many(frame: Frame, one: ast.expr, other: ast.expr) -> bool:
+    """Do two sequences have as many items?"""
+    sizes = [len(getattr(frame.values.get(id(n)), "items", ())) for n in (one, other)]
+    return sizes[0] == sizes[1] > 0
 
 
 def _in_loops(func: Func) -> set[ast.stmt]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from kvskill.analyzer.modeling.trace import ancestors, chain, stmt_in
-from kvskill.analyzer.modeling.values import Frame, Func, Tensor
+from kvskill.analyzer.modeling.values import Const, Frame, Func, Tensor
 from kvskill.implementer.framework.container import Containers, picks_tokens
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.framework.threading import thread_metadata
@@ -25,6 +25,16 @@ def convert_last_token(ctx: Context, containers: Containers) -> dict[int, int]:
         if picks_tokens(t) and t.frame in frames and not _inside_attention(ctx, t)
     ]
     if picks and all(_already_packed(t) for t in picks):
+        return {}
+    early = next((t for t in picks if _fixed_place(t)), None)
+    if early is not None and early.node is not None and early.frame is not None:
+        ctx.refuse(
+            early.frame.file,
+            early.node,
+            "KV210",
+            "The head gets a token at a fixed place that is not the last one.",
+            "Pick the last token of each prompt.",
+        )
         return {}
     after: dict[int, int] = {}
     for root in run.roots:  # the drafting model has a head too
@@ -49,6 +59,20 @@ def _already_packed(t: Tensor) -> bool:
     if not isinstance(source, Tensor) or source.rank != 2 or t.rank != 2 or chain(source)[-1].rank != 2:
         return False
     return any(a.op == "input:actual_seq_lengths_cu_q" for a in ancestors(t.parents[1:]))
+
+
+def _fixed_place(t: Tensor) -> bool:
+    """Is it a pick at a constant place other than the end (`x[:, 0]`, `x[:, :1]`)?"""
+    if t.op == "getitem":
+        parts = t.attrs.get("parts") or []
+        token = parts[1] if len(parts) > 1 else None
+        if isinstance(token, Const):
+            return isinstance(token.value, int) and token.value != -1
+        if isinstance(token, slice):
+            start = getattr(token.start, "value", None) if token.start is not None else 0
+            stop = getattr(token.stop, "value", None) if token.stop is not None else None
+            return start == 0 and isinstance(stop, int) and stop > 0
+    return False
 
 
 def _inside_attention(ctx: Context, t: Tensor) -> bool:
