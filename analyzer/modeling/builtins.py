@@ -408,7 +408,7 @@ class Super(Instance):
     def __init__(self, base: ClassVal, self_: Value) -> None:
         super().__init__(base)
         self.attrs = self_.attrs if isinstance(self_, Instance) else {}
-        self.real = self_.real if isinstance(self_, Super) else self_
+        self.real: Value = self_.real if isinstance(self_, Super) else self_
 
 
 def call_builtin(walk: Walk, name: str, args: list[Value], kwargs: dict[str, Value], node: ast.Call) -> Value:

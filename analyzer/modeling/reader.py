@@ -154,9 +154,7 @@ def _state_findings(program: Program, top: ClassVal, state: State) -> tuple[Diag
     return tuple(out)
 
 
-def _best_form(
-    program: Program, top: ClassVal, config: Mapping[str, Any], draft: ClassVal | None
-) -> tuple[Form, Run]:
+def _best_form(program: Program, top: ClassVal, config: Mapping[str, Any], draft: ClassVal | None) -> tuple[Form, Run]:
     """The input form that the code fits: the fewest impossible shapes; packed wins a tie."""
     runs = [(form, run_model(program, top, config, "prefill", form, draft=draft)) for form in _FORMS]
     return min(runs, key=lambda pair: len(pair[1].walk.problems))

@@ -349,7 +349,7 @@ def adapt_block(ctx: Context, func: Func, params: tuple[str, ...], objects: tupl
     ]
     returns = [(stmt, value, f) for f in frames for stmt, value in f.returns if stmt is not None and stmt.value]
     given = [f.env_before.get(id(node.body[0]), {}).get(p) for f in frames for p in params]
-    like = next((v for v in [*(v for _, v, _ in returns), *given] if _hidden(v)), None)
+    like = next((v for v in [*(v for _, v, _ in returns), *given] if isinstance(v, Tensor) and _hidden(v)), None)
     kinds: dict[int, set[str]] = {}
     for stmt, value, frame in returns:
         assert stmt is not None and stmt.value is not None

@@ -14,16 +14,13 @@ from kvskill.implementer.textops import insert_after, insert_before, names_read,
 
 __all__ = ["convert_last_token"]
 
+
 def convert_last_token(ctx: Context, containers: Containers) -> dict[int, int]:
     """Replace the selection; returns {function: line from which hidden states have three axes again}."""
     run = ctx.facts.prefill
     assert run is not None
     frames = [f for f in containers.frames if f in run.walk.frames]
-    picks = [
-        t
-        for t in run.walk.tensors
-        if picks_tokens(t) and t.frame in frames and not _inside_attention(ctx, t)
-    ]
+    picks = [t for t in run.walk.tensors if picks_tokens(t) and t.frame in frames and not _inside_attention(ctx, t)]
     if picks and all(_already_packed(t) for t in picks):
         return {}
     after: dict[int, int] = {}

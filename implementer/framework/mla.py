@@ -283,17 +283,21 @@ def _declare(ctx: Context, facts: AttentionFacts, mla: MlaFacts) -> None:
     )
     ctx.imports.setdefault(owner.file.shown, set()).add("CacheEntry")
     edits = ctx.edit_set(owner.file)
-    method = "" if not splits(mla) else render(
-        "framework/mla_absorb",
-        me=me,
-        method=METHOD,
-        up=mla.up,
-        heads=_own(facts.seam.heads_expr, facts, me),
-        rank=_own(mla.rank, facts, me),
-        nope=_own(mla.nope, facts, me),
-        v=_own(mla.v, facts, me),
-        absorbed_k=ABSORBED[0],
-        absorbed_v=ABSORBED[1],
+    method = (
+        ""
+        if not splits(mla)
+        else render(
+            "framework/mla_absorb",
+            me=me,
+            method=METHOD,
+            up=mla.up,
+            heads=_own(facts.seam.heads_expr, facts, me),
+            rank=_own(mla.rank, facts, me),
+            nope=_own(mla.nope, facts, me),
+            v=_own(mla.v, facts, me),
+            absorbed_k=ABSORBED[0],
+            absorbed_v=ABSORBED[1],
+        )
     )
     unit = ctx.unit(init, owner.file)
     gone = _placeholders(init, me, {*mla.caches, *mla.tables} - set(CACHES))
