@@ -4,8 +4,12 @@ model manages, and a drafting model: what the conversion writes, and what small 
 from __future__ import annotations
 
 import ast
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -146,3 +150,30 @@ def test_what_is_not_certain_is_refused(tmp_path: Path, old: str, new: str, code
     with pytest.raises(Refusal) as caught:
         _convert(tmp_path, (old, new))
     assert code in {f.code for f in caught.value.findings}, [str(f) for f in caught.value.findings]
+
+
+def _verify(tree: Path, *extra: str) -> dict[str, Any]:
+    pytest.importorskip("torch")
+    command = [sys.executable, "-m", "kvskill", "verify", CASE, "--repo", str(tree), "--fast", "--json", *extra]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_agrees_with_transformers_while_drafting(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    _convert(tmp_path, era="2026-08")
+    report = _verify(tmp_path / "tree", "--against", "hf", "--mtp", "2")
+    assert max(c["relative"] for c in report["comparisons"]) < 1e-5
+    checks = {c["name"]: c for c in report["checks"]}
+    assert checks["run.greedy"]["ok"] and checks["init.cache-info"]["text"].startswith("3 layers, 6 entries")
+
+
+def test_agrees_with_its_padded_form(tmp_path: Path) -> None:
+    _convert(tmp_path)
+    before = materialise(tmp_path / "before", "2026-03", [])
+    shutil.copytree(SOURCE / "models" / CASE, before / "models" / CASE)
+    shutil.copy(SOURCE / "config.json", before / "models" / CASE / "config.json")
+    report = _verify(tmp_path / "tree", "--before-repo", str(before), "--against", "legacy", "--prompts", "5,3,17")
+    assert {c["oracle"] for c in report["comparisons"]} == {"Legacy"}
+    assert max(c["relative"] for c in report["comparisons"]) < 1e-5
