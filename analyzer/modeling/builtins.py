@@ -532,6 +532,8 @@ def _hasattr(walk: Walk, obj: Value, name: str) -> Value:
         if _missing(walk.concrete(obj.path)):
             return Bool("hasattr")
         return Const(not _missing(known))
+    if isinstance(obj, ModuleSeq) and name in ("values", "items", "keys"):
+        return Const(obj.keys is not None)
     return Bool("hasattr")
 
 

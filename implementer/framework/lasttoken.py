@@ -112,7 +112,11 @@ def _replace(ctx: Context, frame: Frame, picks: list[Tensor]) -> dict[int, int]:
     if asked is not None:  # the sizes that follow are those of the picked tokens
         insert_before(edits, asked, text, "one row per request for the head", unit)
         line = asked.lineno - 1
-    elif binder is not None and source == target:
+    elif (
+        binder is not None
+        and source == target
+        and source not in names_read(func.body[func.body.index(binder) + 1 : index])
+    ):
         insert_after(edits, binder, text, "one row per request for the head", unit)
         line = binder.end_lineno or binder.lineno
     else:
