@@ -65,6 +65,8 @@ def _return_none(ctx: Context, frame: Frame, dead: set[int]) -> bool:
         assert isinstance(stmt.value, ast.Tuple)
         items = [stmt.value.elts[i] for i in dead]
         found.extend(e for e in items if isinstance(e, ast.Name) and id(e) not in ctx.dropped_args)
+    if found:
+        ctx.narrowed[id(func)] = func
     for name in found:
         ctx.dropped_args.add(id(name))
         replace_expr(ctx.edit_set(frame.file), name, "None", "no caller reads it any more")

@@ -30,9 +30,12 @@ def guard_unrun(ctx: Context, containers: Containers) -> None:
         return
     run = {id(f.func) for r in (ctx.facts.prefill, ctx.facts.decode) if r is not None for f in r.walk.frames}
     entries = {id(a.entry) for a in ctx.facts.attentions}
-    changed = {f.node.name for f in containers.functions.values() if isinstance(f.node, ast.FunctionDef)} - {"forward"}
+    funcs = [f.node for f in containers.functions.values() if isinstance(f.node, ast.FunctionDef)]
+    funcs += [cut[1] for cut in ctx.cuts.values() if isinstance(cut[1], ast.FunctionDef)]  # parameters went
+    funcs += ctx.narrowed.values()
+    changed = {f.name for f in funcs} - {"forward"}
     for cls in ctx.facts.program.classes():
-        children = _converted_children(ctx, cls, entries | set(containers.functions))
+        children = _converted_children(ctx, cls, entries | {id(f) for f in funcs})
         for item in cls.node.body:
             if not isinstance(item, ast.FunctionDef) or id(item) in run or item.name.startswith("__"):
                 continue
