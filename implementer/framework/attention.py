@@ -119,6 +119,7 @@ def _replace_seam(ctx: Context, facts: AttentionFacts, meta: str) -> None:
         "window": _window_text(ctx, facts),
         "host_lists": "actual_seq_lengths_list_kv" in ctx.manifest.target.forward_metadata_fields,
         "graph_test": _graph_test(ctx, facts),
+        "torchair": ctx.module_name(file, "torchair") or "torchair",
     }
     text = render("framework/attend_head", **context)
     dense = dense_layers(ctx, facts)
@@ -163,7 +164,7 @@ def keyed(ctx: Context, facts: AttentionFacts) -> bool:
 
 def _graph_test(ctx: Context, facts: AttentionFacts) -> str | None:
     """The attribute that says ge_graph, when the file has torchair and the class can know the mode."""
-    if ctx.module_name(facts.seam.file, "torchair") != "torchair":
+    if ctx.module_name(facts.seam.file, "torchair") is None:
         return None
     return f"{facts.seam.self_name}.paged_ge_graph" if _infer_expr(ctx, facts) else None
 

@@ -201,6 +201,7 @@ def _replace(
         scale=seam.scale_expr,
         host_lists="actual_seq_lengths_list_kv" in ctx.manifest.target.forward_metadata_fields,
         graph_test=_graph_test(ctx, facts),
+        torchair=ctx.module_name(file, "torchair") or "torchair",
         extra=seam.extra,
         out={"name": seam.out.name, "text": _outcome(seam.out, mla.absorbed)},
     )
