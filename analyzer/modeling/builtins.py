@@ -320,18 +320,24 @@ def compare(
     if x is not None and y is not None:
         decided = _compare_dims(walk, op, x, y)
         if decided is not None:
-            return Const(decided)
+            return Const(decided, _settings(walk, a, b))
         axes = (x.atoms | y.atoms) & _RUNTIME
         return Bool(f"{x} {type(op).__name__} {y}", frozenset(axes))
     va, vb = _python(walk, a), _python(walk, b)
     if va is not _MISSING and vb is not _MISSING:
         try:
-            return Const(bool(table[type(op)](va, vb)))
+            return Const(bool(table[type(op)](va, vb)), _settings(walk, a, b))
         except TypeError:
             return Bool("comparison")
     if isinstance(a, External) and isinstance(b, External) and isinstance(op, (ast.Eq, ast.NotEq)):
         return Const((a == b) is isinstance(op, ast.Eq)) if a == b else Bool("names")
     return Bool(f"{walk.as_text(a)} {type(op).__name__} {walk.as_text(b)}")
+
+
+def _settings(walk: Walk, *values: Value) -> str:
+    """The run settings that the values are made of."""
+    texts = [v.origin if isinstance(v, Const) else walk.as_text(v) for v in values]
+    return " ".join(t for t in texts if "infer." in t)
 
 
 def _missing(value: object) -> bool:
@@ -595,6 +601,8 @@ def _hasattr(walk: Walk, obj: Value, name: str) -> Value:
         if _missing(walk.concrete(obj.path)):
             return Bool("hasattr")
         return Const(not _missing(known))
+    if isinstance(obj, ModuleSeq) and name in ("values", "items", "keys"):
+        return Const(obj.keys is not None)
     return Bool("hasattr")
 
 

@@ -135,7 +135,7 @@ def _module(walk: Walk, op: str, args: list[Value], kwargs: dict[str, Value]) ->
     if name in ("Parameter", "parameter.Parameter", "Buffer"):
         source = args[0] if args else kwargs.get("data")
         shape = source.shape if isinstance(source, Tensor) else None
-        made = [source] if isinstance(source, Tensor) and source.op not in _CREATE else []
+        made: list[Value] = [source] if isinstance(source, Tensor) and source.op not in _CREATE else []
         return walk.tensor("parameter", made, shape, None)
     if name.startswith("init."):
         return args[0] if args else Const(None)

@@ -63,8 +63,9 @@ def bind_files(files: dict[str, SourceFile], root: Path | None = None) -> Progra
     for _ in range(2):
         for shown, file in files.items():
             _bind_module(file, modules[shown], modules)
-    for shown, file in files.items() if root is not None else ():
-        modules[shown].update(framework_enums(file, root))
+    if root is not None:
+        for shown, file in files.items():
+            modules[shown].update(framework_enums(file, root))
     return Program(files, modules, root)
 
 

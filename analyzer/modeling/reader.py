@@ -10,7 +10,7 @@ from typing import Any
 from kvskill.analyzer.modeling.facts import AttentionFacts, CacheDecl, ModelFacts, Seam, State
 from kvskill.analyzer.modeling.mla import find_mla
 from kvskill.analyzer.modeling.program import Program, load_program, source_files
-from kvskill.analyzer.modeling.run import Form, Run, draft_class, run_model, submodules
+from kvskill.analyzer.modeling.run import Form, Phase, Run, draft_class, run_model, submodules
 from kvskill.analyzer.modeling.seam import SeamError, find_seam, phase_reps
 from kvskill.analyzer.modeling.settings import settings_of
 from kvskill.analyzer.modeling.values import ClassVal, Frame, Instance, Tensor
@@ -20,6 +20,7 @@ from kvskill.diagnostics import Diagnostic, InputError, Severity, Span
 __all__ = ["entry_class", "read_model"]
 
 _FORMS: tuple[Form, ...] = ("packed-1d", "padded-2d")
+_PHASES: tuple[Phase, ...] = ("prefill", "decode")
 
 
 def read_model(folder: Path, shown_root: Path, config: Mapping[str, Any], *, entry: str | None = None) -> ModelFacts:
@@ -49,12 +50,24 @@ def read_program(
     if state != "legacy" and not plain:
         return ModelFacts(program, state, entry=top, findings=_state_findings(program, top, state))
     form: Form = "paged"
-    draft = draft_class(program, top, config)
     if plain:  # paged entries, but plain attention over gathered blocks: the fused call is missing
-        prefill = run_model(program, top, config, "prefill", form, draft=draft)
+        prefill = run_model(program, top, config, "prefill", form)
     else:
-        form, prefill = _best_form(program, top, config, draft)
-    decode = run_model(program, top, config, "decode", form, draft=draft)
+        form, prefill = _best_form(program, top, config)
+    decode = run_model(program, top, config, "decode", form)
+    found = _understand(program, top, config, form, prefill, decode)
+    draft = draft_class(program, top, config)
+    if draft is None or not found.attentions or found.findings:
+        return found
+    # the drafting model runs through the same code: what is read of it must hold for both
+    runs = [run_model(program, top, config, phase, form, draft=draft) for phase in _PHASES]
+    return _understand(program, top, config, form, *runs)
+
+
+def _understand(
+    program: Program, top: ClassVal, config: Mapping[str, Any], form: Form, prefill: Run, decode: Run
+) -> ModelFacts:
+    """The attention classes of a model's two runs."""
     owners = [m for m in submodules(prefill.root) if _has_cache(m)]
     findings: list[Diagnostic] = []
     if not owners:
@@ -153,11 +166,9 @@ def _state_findings(program: Program, top: ClassVal, state: State) -> tuple[Diag
     return tuple(out)
 
 
-def _best_form(
-    program: Program, top: ClassVal, config: Mapping[str, Any], draft: ClassVal | None
-) -> tuple[Form, Run]:
+def _best_form(program: Program, top: ClassVal, config: Mapping[str, Any]) -> tuple[Form, Run]:
     """The input form that the code fits: the fewest impossible shapes; packed wins a tie."""
-    runs = [(form, run_model(program, top, config, "prefill", form, draft=draft)) for form in _FORMS]
+    runs = [(form, run_model(program, top, config, "prefill", form)) for form in _FORMS]
     return min(runs, key=lambda pair: len(pair[1].walk.problems))
 
 

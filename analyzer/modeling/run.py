@@ -33,7 +33,18 @@ from kvskill.analyzer.modeling.values import (
 )
 from kvskill.analyzer.modeling.walk import MISSING, Problem, Walk
 
-__all__ = ["HF_DEFAULTS", "Form", "Phase", "Run", "config_value", "construct_model", "draft_class", "run_model", "submodules"]
+__all__ = [
+    "HF_DEFAULTS",
+    "LOADED",
+    "Form",
+    "Phase",
+    "Run",
+    "config_value",
+    "construct_model",
+    "draft_class",
+    "run_model",
+    "submodules",
+]
 
 Form = Literal["padded-2d", "packed-1d", "paged"]
 Phase = Literal["prefill", "decode"]

@@ -47,11 +47,11 @@ class Value:
 class Const(Value):
     """A Python constant: None, bool, int, float, str, torch dtype name, member of an enumeration.
 
-    `origin` is the setting that it is the default of, where it comes from one that the configuration lacks.
+    `origin` says which run setting it depends on, where it is one or was decided by one.
     """
 
     value: Any
-    origin: str = field(default="", compare=False)
+    origin: str = field(default="", compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -756,7 +756,7 @@ class Walk:
     def _ref(self, path: str) -> Value:
         known = self.concrete(path)
         if known is None or isinstance(known, (bool, str)):
-            return Const(known) if known is None or isinstance(known, bool) else Ref(path)
+            return Const(known, path) if known is None or isinstance(known, bool) else Ref(path)
         return Ref(path)
 
     def _subscript(self, node: ast.Subscript) -> Value:
@@ -836,7 +836,7 @@ class Walk:
         if isinstance(node.op, ast.Not):
             known = self.truth(value)
             if known is not None:
-                return Const(not known)
+                return Const(not known, value.origin if isinstance(value, Const) else "")
             return Bool(f"not {self.as_text(value)}", value.axes if isinstance(value, Bool) else frozenset())
         if isinstance(value, Tensor):
             name = {ast.USub: "neg", ast.Invert: "invert", ast.UAdd: "pos"}[type(node.op)]

@@ -131,6 +131,7 @@ def _replace_seam(ctx: Context, facts: AttentionFacts, meta: str) -> None:
         "window": _window_text(ctx, facts),
         "host_lists": "actual_seq_lengths_list_kv" in ctx.manifest.target.forward_metadata_fields,
         "graph_test": _graph_test(ctx, facts),
+        "torchair": ctx.module_name(file, "torchair") or "torchair",
     }
     text = render("framework/attend_head", **context)
     dense = dense_layers(ctx, facts)
@@ -175,7 +176,7 @@ def keyed(ctx: Context, facts: AttentionFacts) -> bool:
 
 def _graph_test(ctx: Context, facts: AttentionFacts) -> str | None:
     """The attribute that says ge_graph, when the file has torchair and the class can know the mode."""
-    if ctx.module_name(facts.seam.file, "torchair") != "torchair":
+    if ctx.module_name(facts.seam.file, "torchair") is None:
         return None
     known = all(init_expr(ctx, rep, "infer") for rep in facts.reps)
     return f"{facts.seam.self_name}.paged_ge_graph" if known else None
@@ -395,7 +396,7 @@ def adapt_block(ctx: Context, func: Func, params: tuple[str, ...], objects: tupl
     ]
     returns = [(stmt, value, f) for f in frames for stmt, value in f.returns if stmt is not None and stmt.value]
     given = [f.env_before.get(id(node.body[0]), {}).get(p) for f in frames for p in params]
-    like = next((v for v in [*(v for _, v, _ in returns), *given] if _hidden(v)), None)
+    like = next((v for v in [*(v for _, v, _ in returns), *given] if isinstance(v, Tensor) and _hidden(v)), None)
     kinds: dict[int, set[str]] = {}
     for stmt, value, frame in returns:
         assert stmt is not None and stmt.value is not None

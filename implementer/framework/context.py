@@ -42,6 +42,8 @@ class Context:
     # statements and tests that a pass cut out itself, outside `removed`
     rewritten: dict[int, set[ast.stmt]] = field(default_factory=dict)
     rewritten_tests: set[int] = field(default_factory=set)
+    # functions that return None for an element that nobody reads
+    narrowed: dict[int, ast.FunctionDef] = field(default_factory=dict)
     # methods that raise first, or that go as a whole
     unrun: set[int] = field(default_factory=set)
     # arguments and parameters to add once it is known which ones go: (file, call or function, name, value)

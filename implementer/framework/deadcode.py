@@ -299,7 +299,9 @@ def _dead_parameters(ctx: Context, func: Func, dropped: set[tuple[int, str]]) ->
     changed = False
     for name in parameter_names(node)[1 if func.owner is not None else 0 :]:
         key = (id(node), name)
-        if name in reads or name not in ctx.freed.get(id(node), set()) or key in dropped:
+        if name in reads or key in dropped:
+            continue
+        if name not in ctx.freed.get(id(node), set()) and not all(_freed_argument(ctx, f, name) for f in frames):
             continue
         if not _callees_agree(ctx, frames, name) or not _passed_plainly(frames, name, node):
             continue
@@ -315,6 +317,19 @@ def _dead_parameters(ctx: Context, func: Func, dropped: set[tuple[int, str]]) ->
                 ctx.functions.setdefault(id(parent.func), owner)
                 ctx.freed.setdefault(id(parent.func), set()).update(names_read(gone))
     return changed
+
+
+def _freed_argument(ctx: Context, frame: Frame, name: str) -> bool:
+    """Is what the call passes for a parameter (one that the function never read) a name that removed code freed?"""
+    call, parent, func = frame.call, frame.parent, frame.func
+    if not isinstance(call, ast.Call) or parent is None or not isinstance(func, ast.FunctionDef):
+        return False
+    given = next((k.value for k in call.keywords if k.arg == name), None)
+    names = [a.arg for a in [*func.args.posonlyargs, *func.args.args]]
+    at = names.index(name) - (1 if frame.owner is not None and frame.self_ is not None else 0) if name in names else -1
+    if given is None and 0 <= at < len(call.args) and not any(isinstance(a, ast.Starred) for a in call.args):
+        given = call.args[at]
+    return isinstance(given, ast.Name) and given.id in ctx.freed.get(id(parent.func), set())
 
 
 def _callees_agree(ctx: Context, frames: list[Frame], name: str) -> bool:

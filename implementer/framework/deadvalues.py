@@ -4,7 +4,7 @@ arguments."""
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from kvskill.analyzer.modeling.values import Frame, Func
 from kvskill.implementer.framework.calls import drop_parameter
@@ -65,6 +65,8 @@ def _return_none(ctx: Context, frame: Frame, dead: set[int]) -> bool:
         assert isinstance(stmt.value, ast.Tuple)
         items = [stmt.value.elts[i] for i in dead]
         found.extend(e for e in items if isinstance(e, ast.Name) and id(e) not in ctx.dropped_args)
+    if found:
+        ctx.narrowed[id(func)] = func
     for name in found:
         ctx.dropped_args.add(id(name))
         replace_expr(ctx.edit_set(frame.file), name, "None", "no caller reads it any more")
@@ -88,16 +90,15 @@ def dead_entries(ctx: Context, reads: Reads, dropped: set[tuple[int, str]]) -> b
         owner, items = entries
         funcs = {id(f.func): f for f in frames}
         for name, (key, value) in items.items():
-            if id(key) in ctx.dropped_args or not any(name in ctx.freed.get(f, set()) for f in funcs):
+            if id(key) in ctx.dropped_args or not any(name in ctx.freed.get(key_, set()) for key_ in funcs):
                 continue
-            if any(name in reads(Func(f.func, f.file, f.owner), 0) for f in _defined(funcs.values())):
+            reached = [Func(f.func, f.file, f.owner) for f in funcs.values() if isinstance(f.func, ast.FunctionDef)]
+            if any(name in reads(f, 0) or not _has(f.node, name) for f in reached):
                 continue
-            if any(not _has(f.func, name) for f in _defined(funcs.values())):
-                continue
-            for f in _defined(funcs.values()):
-                assert isinstance(f.func, ast.FunctionDef)
-                drop_parameter(ctx, f.file, f.func, name)
-                dropped.add((id(f.func), name))
+            for f in reached:
+                assert isinstance(f.node, ast.FunctionDef)
+                drop_parameter(ctx, f.file, f.node, name)
+                dropped.add((id(f.node), name))
             parent = frames[0].parent
             assert parent is not None and isinstance(parent.func, ast.FunctionDef)
             ctx.dropped_args.update((id(key), id(value)))
@@ -106,10 +107,6 @@ def dead_entries(ctx: Context, reads: Reads, dropped: set[tuple[int, str]]) -> b
             ctx.freed.setdefault(id(parent.func), set()).update(names_read([value]))
             changed = True
     return changed
-
-
-def _defined(frames: Iterable[Frame]) -> list[Frame]:
-    return [f for f in frames if isinstance(f.func, ast.FunctionDef)]
 
 
 def _has(func: ast.AST | None, name: str) -> bool:

@@ -9,6 +9,7 @@ from kvskill.analyzer.modeling.run import submodules
 from kvskill.analyzer.modeling.values import Instance, Ref, Tensor
 from kvskill.implementer.framework.attention import init_expr
 from kvskill.implementer.framework.context import Context
+from kvskill.implementer.framework.place import keyed_layers
 from kvskill.implementer.render import render
 from kvskill.implementer.textops import body_start, drop_method, indent_of, insert_after, insert_before
 from kvskill.source import SourceFile
@@ -38,6 +39,9 @@ def add_cache_info(ctx: Context) -> None:
         )
         return
     layers, attention = place
+    keyed = keyed_layers(ctx, (layers, attention, ""))
+    if keyed is None:
+        return
     infer = next((f"self.{n}" for n, v in run.root.attrs.items() if v == Ref("infer")), None)
     edits = ctx.edit_set(owner.file)
     if infer is None:
@@ -60,7 +64,8 @@ def add_cache_info(ctx: Context) -> None:
     text = render(
         "framework/get_cache_info",
         me="self",
-        layers=layers,
+        layers="layers" if keyed else layers,
+        keyed=layers if keyed else None,
         attention=attention,
         block_size=f"{infer}.scheduler_config.block_size",
         entry_block_size=missing,

@@ -14,16 +14,13 @@ from kvskill.implementer.textops import insert_after, insert_before, names_read,
 
 __all__ = ["convert_last_token"]
 
+
 def convert_last_token(ctx: Context, containers: Containers) -> dict[int, int]:
     """Replace the selection; returns {function: line from which hidden states have three axes again}."""
     run = ctx.facts.prefill
     assert run is not None
     frames = [f for f in containers.frames if f in run.walk.frames]
-    picks = [
-        t
-        for t in run.walk.tensors
-        if picks_tokens(t) and t.frame in frames and not _inside_attention(ctx, t)
-    ]
+    picks = [t for t in run.walk.tensors if picks_tokens(t) and t.frame in frames and not _inside_attention(ctx, t)]
     if picks and all(_already_packed(t) for t in picks):
         return {}
     early = next((t for t in picks if _fixed_place(t)), None)
@@ -139,7 +136,11 @@ def _replace(ctx: Context, frame: Frame, picks: list[Tensor]) -> dict[int, int]:
     if asked is not None:  # the sizes that follow are those of the picked tokens
         insert_before(edits, asked, text, "one row per request for the head", unit)
         line = asked.lineno - 1
-    elif binder is not None and source == target:
+    elif (
+        binder is not None
+        and source == target
+        and source not in names_read(func.body[func.body.index(binder) + 1 : index])
+    ):
         insert_after(edits, binder, text, "one row per request for the head", unit)
         line = binder.end_lineno or binder.lineno
     else:

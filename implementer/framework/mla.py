@@ -202,6 +202,7 @@ def _replace(
         scale=seam.scale_expr,
         host_lists="actual_seq_lengths_list_kv" in ctx.manifest.target.forward_metadata_fields,
         graph_test=_graph_test(ctx, facts),
+        torchair=ctx.module_name(file, "torchair") or "torchair",
         extra=seam.extra,
         out={"name": seam.out.name, "text": _outcome(seam.out, mla.absorbed)},
     )
@@ -287,17 +288,21 @@ def _declare(ctx: Context, facts: AttentionFacts, mla: MlaFacts) -> None:
     )
     ctx.imports.setdefault(owner.file.shown, set()).add("CacheEntry")
     edits = ctx.edit_set(owner.file)
-    method = "" if not splits(mla) else render(
-        "framework/mla_absorb",
-        me=me,
-        method=METHOD,
-        up=mla.up,
-        heads=_own(facts.seam.heads_expr, facts, me),
-        rank=_own(mla.rank, facts, me),
-        nope=_own(mla.nope, facts, me),
-        v=_own(mla.v, facts, me),
-        absorbed_k=ABSORBED[0],
-        absorbed_v=ABSORBED[1],
+    method = (
+        ""
+        if not splits(mla)
+        else render(
+            "framework/mla_absorb",
+            me=me,
+            method=METHOD,
+            up=mla.up,
+            heads=_own(facts.seam.heads_expr, facts, me),
+            rank=_own(mla.rank, facts, me),
+            nope=_own(mla.nope, facts, me),
+            v=_own(mla.v, facts, me),
+            absorbed_k=ABSORBED[0],
+            absorbed_v=ABSORBED[1],
+        )
     )
     unit = ctx.unit(init, owner.file)
     gone = _placeholders(init, me, {*mla.caches, *mla.tables} - set(CACHES))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
-from kvskill.analyzer.modeling.run import LOADED, submodules
-from kvskill.analyzer.modeling.values import Instance, ModuleSeq, Ref, Tensor, Value
+from kvskill.analyzer.modeling.run import LOADED
+from kvskill.analyzer.modeling.values import Ref
 from kvskill.implementer.framework.attention import init_expr
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.framework.mla import METHOD, splits
+from kvskill.implementer.framework.place import keyed_layers, place_of
 from kvskill.implementer.render import render
 from kvskill.implementer.textops import body_start, insert_after, insert_before
 
@@ -29,7 +28,7 @@ def add_mla_interface(ctx: Context) -> None:
             "Convert it by hand.",
         )
         return
-    place = _place(ctx)
+    place = place_of(ctx)
     forward = entry.method("forward")
     if place is None or forward is None:
         ctx.refuse(
@@ -54,7 +53,7 @@ def add_mla_interface(ctx: Context) -> None:
     if missing:
         caches = f"[replace(entry, block_size=block_size) for entry in {item}.cache_entries]"
         ctx.imports.setdefault(owner.file.shown, set()).add("replace")
-    keyed = _keyed(ctx, place)
+    keyed = keyed_layers(ctx, place)
     if keyed is None:
         return
     text = render(
@@ -92,56 +91,3 @@ def add_mla_interface(ctx: Context) -> None:
         ctx.refuse(hook[1].file, hook[0], "KV297", f"`{LOADED}` is inherited from another file.", "Override it.")
         return
     insert_after(ctx.edit_set(owner.file), func, "\n" + text, "report the caches", unit)
-
-
-def _keyed(ctx: Context, place: tuple[str, str, str]) -> bool | None:
-    """Are the drafting model's layers in a dict? None with a refusal where it does not get the model's methods, or
-    keeps its attention objects elsewhere."""
-    run, entry = ctx.facts.prefill, ctx.facts.entry
-    assert run is not None and entry is not None
-    if run.draft is None:
-        return False
-    cls = run.draft.cls
-    methods = [cls.method(n) for n in ("get_cache_info", LOADED)]
-    mine = [entry.method(n) for n in ("get_cache_info", LOADED)]
-    if entry not in cls.mro() or methods != mine or _places(ctx, run.draft) != {place}:
-        ctx.refuse(
-            cls.file,
-            cls.node,
-            "KV223",
-            f"The drafting model {cls.name} does not get its cache entries from {entry.name}.",
-            "Derive it from the model's class and keep its layers under the same name, or convert both by hand.",
-        )
-        return None
-    value: Value | None = run.draft
-    for part in place[0].split(".")[1:]:
-        value = value.attrs.get(part) if isinstance(value, Instance) else None
-    return isinstance(value, ModuleSeq) and value.keys is not None
-
-
-def _place(ctx: Context) -> tuple[str, str, str] | None:
-    """(`self.model.layers`, `.self_attn`, ``) or, with several attention objects per layer, (.., ``, `.self_attn`)."""
-    run = ctx.facts.prefill
-    assert run is not None
-    found = _places(ctx, run.root)
-    return next(iter(found)) if found is not None and len(found) == 1 else None
-
-
-def _places(ctx: Context, root: Instance) -> set[tuple[str, str, str]] | None:
-    wanted = {a.cls for a in ctx.facts.attentions}
-    found: set[tuple[str, str, str]] = set()
-    for module in submodules(root):
-        if module.cls not in wanted or not _owns_cache(module):
-            continue
-        match = re.fullmatch(
-            r"(?P<head>[A-Za-z_][\w]*(?:\.[A-Za-z_]\w*)*)\.\d+(?P<tail>(?:\.[A-Za-z_]\w*)*)(?P<sub>\.\d+)?", module.path
-        )
-        if match is None:
-            return None
-        tail = match["tail"]
-        found.add((f"self.{match['head']}", "" if match["sub"] else tail, tail if match["sub"] else ""))
-    return found
-
-
-def _owns_cache(module: Instance) -> bool:
-    return any(isinstance(v, Tensor) and v.op == "cache" for v in module.attrs.values())

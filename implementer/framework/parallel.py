@@ -26,31 +26,54 @@ def guard_parallel_branches(ctx: Context, functions: set[int]) -> None:
         owner = test.owner
         if not isinstance(owner, ast.If) or id(owner) in done or not isinstance(func, ast.FunctionDef):
             continue
-        if id(func) not in functions or test.value != Const(False) or not _parallel(test):
+        if id(func) not in functions or test.value != Const(False) or not _off(test):
             continue
         if owner in whole_removal(func.body, ctx.removed.get(id(func), set())):
             continue
         done.add(id(owner))
-        if not _counts(test, owner.body):
-            continue
-        file = test.frame.file
-        text = (
-            'raise NotImplementedError("this branch shards requests by batch row; packed tokens need padding here")\n'
-        )
-        insert_before(ctx.edit_set(file), owner.body[0], text, "multi-card branch", ctx.unit(func, file))
+        _guard(ctx, test, owner.body, func)
+
+
+def _guard(ctx: Context, test: Test, body: list[ast.stmt], func: ast.FunctionDef) -> None:
+    """Let a branch raise where it counts; of branches inside it, only those that do."""
+    if not body:
+        return
+    first = body[0]
+    if len(body) == 1 and isinstance(first, ast.If):
+        _guard(ctx, test, first.body, func)
+        _guard(ctx, test, first.orelse, func)
+        return
+    if not _counts(test, body):
+        return
+    file = test.frame.file
+    text = 'raise NotImplementedError("this branch shards requests by batch row; packed tokens need padding here")\n'
+    insert_before(ctx.edit_set(file), first, text, "multi-card branch", ctx.unit(func, file))
+    if _depends(test, "parallel_config"):
         ctx.optional(
             file,
-            owner,
+            first,
             "KV220",
             "This multi-card branch counts requests by batch row and was not converted; it raises now.",
             "Pad the packed tokens to a multiple of the group size here, then remove the raise.",
         )
+    else:
+        ctx.optional(
+            file,
+            first,
+            "KV221",
+            "These settings do not take this branch, which counts requests by batch row; it raises now.",
+            "Convert it like the path that runs, then remove the raise, if you use this mode.",
+        )
 
 
-def _parallel(test: Test) -> bool:
-    """Does the condition depend on a parallel size?"""
+def _off(test: Test) -> bool:
+    return _depends(test, "parallel_config") or _depends(test, "custom_params")
+
+
+def _depends(test: Test, setting: str) -> bool:
+    """Does the condition depend on a run setting?"""
     for node in ast.walk(test.node):
-        if isinstance(node, ast.expr) and "parallel_config" in _text(test.frame.values.get(id(node))):
+        if isinstance(node, ast.expr) and setting in _text(test.frame.values.get(id(node))):
             return True
     return False
 
@@ -61,6 +84,8 @@ def _text(value: Value | None) -> str:
         return path
     if isinstance(value, Scalar):
         return f"{value.text} {value.dim}"
+    if isinstance(value, Const):
+        return value.origin
     return ""
 
 

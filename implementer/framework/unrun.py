@@ -30,9 +30,12 @@ def guard_unrun(ctx: Context, containers: Containers) -> None:
         return
     run = {id(f.func) for r in (ctx.facts.prefill, ctx.facts.decode) if r is not None for f in r.walk.frames}
     entries = {id(a.entry) for a in ctx.facts.attentions}
-    changed = {f.node.name for f in containers.functions.values() if isinstance(f.node, ast.FunctionDef)} - {"forward"}
+    funcs = [f.node for f in containers.functions.values() if isinstance(f.node, ast.FunctionDef)]
+    funcs += [cut[1] for cut in ctx.cuts.values() if isinstance(cut[1], ast.FunctionDef)]  # parameters went
+    funcs += ctx.narrowed.values()
+    changed = {f.name for f in funcs} - {"forward"}
     for cls in ctx.facts.program.classes():
-        children = _converted_children(ctx, cls, entries | set(containers.functions))
+        children = _converted_children(ctx, cls, entries | {id(f) for f in funcs})
         for item in cls.node.body:
             if not isinstance(item, ast.FunctionDef) or id(item) in run or item.name.startswith("__"):
                 continue
@@ -48,7 +51,7 @@ def guard_unrun(ctx: Context, containers: Containers) -> None:
                 cls.file,
                 item,
                 "KV221",
-                f"{cls.name}.{item.name} does not run with these settings and was not converted ({what}); it raises now.",
+                f"{cls.name}.{item.name} is not run by these settings and was not converted ({what}); it raises now.",
                 "Convert it like the path that runs, then remove the raise, if you use this mode.",
             )
 
@@ -84,7 +87,7 @@ def _meets(func: ast.FunctionDef, names: set[str], changed: set[str], children: 
 
 
 def drop_uncalled(ctx: Context) -> None:
-    """Remove methods whose only calls went with the Legacy cache: all that the walk saw, and all that the files name."""
+    """Remove methods whose only calls went with the Legacy cache: all that the walk saw, all that the files name."""
     if not any(a.mla is not None and a.mla.tables for a in ctx.facts.attentions):
         return
     frames = [f for r in (ctx.facts.prefill, ctx.facts.decode) if r is not None for f in r.walk.frames]
@@ -131,4 +134,3 @@ def _named(ctx: Context, name: str, gone: set[int]) -> bool:
         for file in ctx.facts.program.files.values()
         for n in ast.walk(file.tree)
     )
-

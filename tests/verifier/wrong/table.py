@@ -410,6 +410,104 @@ MLA = (
         "KV400",
         ("query_rope=q_rope.contiguous()", "query_rope=torch.zeros_like(q_rope)"),
     ),
+    row(
+        "halves of kv_b_proj taken before loading",
+        "mla",
+        "KV400",
+        (
+            "        self.nope_cache = torch.Tensor([])\n",
+            "        self.early = self.kv_b_proj.weight.detach().clone()\n        self.nope_cache = torch.Tensor([])\n",
+        ),
+        ("weight = self.kv_b_proj.weight.view", "weight = self.early.view"),
+    ),
+    row(
+        "halves of kv_b_proj cut along the latent, not per head",
+        "mla",
+        "KV400",
+        (
+            "self.kv_b_proj.weight.view(self.num_heads, self.nope_dim + self.v_dim, self.rank)",
+            "self.kv_b_proj.weight.T.reshape(self.num_heads, self.nope_dim + self.v_dim, self.rank)",
+        ),
+    ),
+    row(
+        "halves of kv_b_proj as all keys, then all values",
+        "mla",
+        "KV400",
+        (
+            "        to_key, to_value = weight[:, : self.nope_dim], weight[:, self.nope_dim :]\n",
+            "        both = self.kv_b_proj.weight.view(-1, self.num_heads, self.nope_dim, self.rank)\n"
+            "        to_key, to_value = both[0], both[1]\n",
+        ),
+    ),
+    row(
+        "mscale once",
+        "mla",
+        "KV400 KV418",
+        ('yarn["mscale_all_dim"]) ** 2', 'yarn["mscale_all_dim"])'),
+    ),
+    row(
+        "interleaved rotary where the cache holds halves",
+        "mla",
+        "KV400",
+        (
+            "    x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)\n"
+            "    first, second = x.chunk(2, dim=-1)\n"
+            "    return x * cos + torch.cat((-second, first), dim=-1) * sin\n",
+            "    half = cos.shape[-1] // 2\n"
+            "    even, odd = x[..., ::2], x[..., 1::2]\n"
+            "    a, b = cos[..., :half], sin[..., :half]\n"
+            "    return torch.stack((even * a - odd * b, odd * a + even * b), dim=-1).flatten(-2)\n",
+        ),
+    ),
+    row(
+        "a block table and slots of the model's own",
+        "mla",
+        "KV401",
+        (
+            "            slot_mapping[self.attn_type].view(-1),\n",
+            "            forward_metadata.kv_len.view(-1)[:tokens] if forward_metadata.is_prefill\n"
+            "            else slot_mapping[self.attn_type].view(-1) % self.block_size,\n",
+        ),
+    ),
+    row(
+        "own block table, block by block in order",
+        "mla",
+        "KV401",
+        (
+            "block_table=block_table[self.attn_type]",
+            "block_table=torch.arange(block_table[self.attn_type].numel(), dtype=torch.int32).view_as("
+            "block_table[self.attn_type])",
+        ),
+    ),
+    row(
+        "rotary rows counted over the packed tokens",
+        "mla",
+        "KV400",
+        (
+            "angles = position_ids.view(-1, 1).float()",
+            "angles = (torch.arange(position_ids.numel()) if forward_metadata.is_prefill else position_ids)"
+            ".view(-1, 1).float()",
+        ),
+    ),
+    row(
+        "head count of the absorbed call",
+        "mla",
+        "KV453",
+        (
+            "                num_query_heads=self.num_heads,\n                num_key_value_heads=1,\n",
+            "                num_query_heads=self.num_heads // 2,\n                num_key_value_heads=1,\n",
+        ),
+        refused=True,
+    ),
+    row(
+        "values and keys of prefill swapped",
+        "mla",
+        "KV400",
+        (
+            "                key.contiguous(),\n                value.contiguous(),\n",
+            "                value.contiguous(),\n                key.contiguous(),\n",
+        ),
+    ),
 )
 
 ROWS = (*GQA, *MIXED, *MLA)

@@ -131,7 +131,7 @@ def run_mla(case: dict[str, Any], place: Place) -> float:
         "self, query_nope, query_rope, compressed_kv, normed_latent, key_rope, kv_a_layernorm, cos, sin, "
         "forward_metadata"
     )
-    attend = function("attend", parameters, render_case("framework/mla_attend", case), "attn_output")
+    attend = _mla_attend(case, parameters)
     rows = len(case["prompts"]) + case["idle"]
     longest = max(case["prompts"]) + case["steps"] * case["q"]
     blocks = Blocks(rows, longest, case["block"], None, case["id"])
@@ -152,6 +152,8 @@ def run_mla(case: dict[str, Any], place: Place) -> float:
         rope_cache=blocks.cache(1, ROPE, place.dtype, place.device),
     )
     scope["process_weights_after_loading"](me)
+    halves = up.weight.data.view(n, NOPE + VALUE, RANK).split((NOPE, VALUE), dim=1)
+    me.half_k, me.half_v = halves[0].contiguous(), halves[1].transpose(1, 2).contiguous()
     norm = types.SimpleNamespace(weight=gamma.to(place.device), variance_epsilon=EPSILON)
     q_nope = [draw(10 + r, longest, n, NOPE).to(place.dtype) for r in range(rows)]
     q_rope = [draw(30 + r, longest, n, ROPE).to(place.dtype) for r in range(rows)]
@@ -179,6 +181,28 @@ def run_mla(case: dict[str, Any], place: Place) -> float:
             worst = max(worst, relative(out[start : start + count], wanted(first, me.softmax_scale)))
             start += count
     return worst
+
+
+def _mla_attend(case: dict[str, Any], parameters: str) -> Any:
+    """The rendered attention; with form `methods` one function per phase, whose decode has its own products."""
+    form = case.get("form")
+    if form is None:
+        return function("attend", parameters, render_case("framework/mla_attend", case), "attn_output")
+    own = {"absorbed_k": "half_k", "absorbed_v": "half_v", "halves": True}
+    if form == "halves":
+        return function("attend", parameters, render_case("framework/mla_attend", case, **own), "attn_output")
+    early = render_case("framework/mla_attend", case, phase="prefill", **own)
+    plain = {"name": "attn_output", "text": "attn_output"}
+    late = render_case("framework/mla_attend", case, phase="decode", absorbed=True, out=plain, **own)
+    absorb = "query_nope = torch.matmul(query_nope.transpose(0, 1), self.half_k).transpose(0, 1)\n"
+    project = "attn_output = torch.matmul(attn_output, self.half_v).transpose(0, 1)\n"
+    prompts = function("prompts", parameters, early, "attn_output")
+    steps_ = function("steps", parameters, absorb + late + project, "attn_output")
+
+    def attend(*given: Any) -> Any:
+        return (prompts if given[-1].is_prefill else steps_)(*given)
+
+    return attend
 
 
 def _expanded(q_nope: Any, q_rope: Any, latent: Any, weight: Any, gamma: Any, angle: Any) -> Any:
