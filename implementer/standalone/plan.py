@@ -18,6 +18,7 @@ from kvskill.implementer.framework.deadcode import settle_names, sweep, write_re
 from kvskill.implementer.plan import Plan
 from kvskill.implementer.standalone.allocation import convert_allocation, find_allocations
 from kvskill.implementer.standalone.attention import convert_attention
+from kvskill.implementer.standalone.graph import mark_step
 from kvskill.implementer.standalone.helpers import helper_names, insert_helpers
 from kvskill.implementer.standalone.latent import convert_latent
 from kvskill.implementer.standalone.loop import convert_loop, find_loops
@@ -93,6 +94,7 @@ def _convert_host(ctx: Context, config: Mapping[str, Any], picked: bool) -> None
             _refuse_logits(ctx)
         convert_prepare(ctx, prepared[0], prepared[1], prepared[0].node.args.args[0].arg)
         _wrappers(ctx)
+        mark_step(ctx)
         return
     gathered = gathers(ctx.facts.program.files.values())
     if gathered:

@@ -373,9 +373,7 @@ PICK = "        next_token = outputs.logits[:, -1].argmax(dim=-1, keepdim=True)\
         ("        next_token = outputs.logits.argmax(dim=1)[:, -1:]\n", None),
     ],
 )
-def test_only_the_last_column_of_the_logits_is_replaced(
-    case: Callable[[str], Any], new: str, want: str | None
-) -> None:
+def test_only_the_last_column_of_the_logits_is_replaced(case: Callable[[str], Any], new: str, want: str | None) -> None:
     folder = case("skeleton_gqa")
     path = folder.model / RUNNER
     text = path.read_text(encoding="utf-8")
@@ -410,3 +408,36 @@ def test_lengths_that_are_changed_while_inputs_are_prepared_are_refused(case: Ca
     found = caught.value.findings[0]
     text = (folder.model / "models" / "modeling_prep.py").read_text(encoding="utf-8").splitlines()
     assert found.code == "KV290" and "kv_len = kv_len + 1" in text[found.span.line - 1]
+
+
+def test_the_step_is_marked_where_the_runner_marks_its_graph_inputs(case: Callable[[str], Any]) -> None:
+    """In a loop where the step is built; where a dict of inputs is marked, after that."""
+    folder = case("skeleton_gqa")
+    folder.replace(
+        RUNNER,
+        "            cache.append((k, v))\n",
+        "            torch._dynamo.mark_static(k)\n            cache.append((k, v))\n",
+    )
+    folder.convert()
+    text = (folder.model / RUNNER).read_text(encoding="utf-8")
+    assert "def mark_static(self):" in text and text.count("forward_metadata.mark_static()") == 1
+
+
+def test_a_dict_of_inputs_is_marked_with_the_step(case: Callable[[str], Any]) -> None:
+    folder = case("skeleton_prepare")
+    name = "runner_prep.py"
+    folder.replace(
+        name,
+        "        start = time.time()\n",
+        "        if self.graph:\n            self.mark_inputs(model_inputs)\n        start = time.time()\n",
+    )
+    folder.convert()
+    lines = (folder.model / name).read_text(encoding="utf-8").splitlines()
+    at = lines.index("            self.mark_inputs(model_inputs)")
+    assert lines[at + 1] == '            model_inputs["forward_metadata"].mark_static()'
+
+
+def test_no_marks_where_the_runner_has_none(case: Callable[[str], Any]) -> None:
+    folder = case("skeleton_gqa")
+    folder.convert()
+    assert "mark_static" not in (folder.model / RUNNER).read_text(encoding="utf-8")

@@ -65,11 +65,12 @@ def verify_standalone(options: VerifyOptions) -> VerifyReport:
     work = Path(tempfile.mkdtemp(prefix="kvskill-verify-"))
     try:
         before = _before(options, model, work)
-        # one token, a prompt that ends with its block, and one that does not
-        lengths = list(options.prompts or (5, 1, options.block_size, options.block_size + 1))
+        lengths = list(options.prompts or _default_lengths(options.block_size, small.window))
         run = _run(options, model, runner, small, data, before, lengths, work)
         report = VerifyReport(model.shown, root.name, options.seed)
         report.notes = [*small.notes]
+        if small.window is not None and max(lengths) <= small.window:
+            report.notes.append(f"no prompt is longer than the window of {small.window} keys")
         judge(report, run)
         report.seconds = time.monotonic() - start
         return report
@@ -77,6 +78,14 @@ def verify_standalone(options: VerifyOptions) -> VerifyReport:
         if options.keep is not None:
             shutil.copytree(work, options.keep, dirs_exist_ok=True)
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _default_lengths(block_size: int, window: int | None) -> list[int]:
+    """One token, a prompt that ends with its block, one that does not; with a window, one that crosses it in decode
+    and one that is longer.
+    """
+    lengths = [5, 1, block_size, block_size + 1]
+    return lengths if window is None else [*lengths, max(2, window - 4), window + block_size + 3]
 
 
 def _only_what_is_done(options: VerifyOptions) -> None:
