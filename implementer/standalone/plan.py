@@ -162,22 +162,36 @@ def _refuse_logits(ctx: Context) -> None:
 
 
 def _wrappers(ctx: Context) -> None:
-    """Methods of the entry that call its forward must pass unknown keywords on."""
+    """Methods of the entry that call its forward, or that get the dict of inputs, must pass unknown keywords on."""
     entry = ctx.facts.entry
     assert entry is not None
+    starred = {
+        n.func.attr
+        for f in ctx.facts.program.files.values()
+        for n in ast.walk(f.tree)
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and any(k.arg is None for k in n.keywords)
+    }
     for func in functions(entry.file):
         if func.owner is None or func.owner not in [c.node for c in entry.mro()] or func.node.name == "forward":
             continue
-        for node in ast.walk(func.node):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "forward":
-                if isinstance(node.func.value, ast.Name) and not any(k.arg is None for k in node.keywords):
-                    ctx.refuse(
-                        entry.file,
-                        node,
-                        "KV290",
-                        f"`{func.node.name}` calls forward without passing other keywords on.",
-                        "Take **kwargs and pass them on.",
-                    )
+        calls = [n for n in ast.walk(func.node) if isinstance(n, ast.Call) and _is_forward(n, func.node)]
+        closed = [c for c in calls if not any(k.arg is None for k in c.keywords)]
+        if closed or (calls and func.node.name in starred and func.node.args.kwarg is None):
+            ctx.refuse(
+                entry.file,
+                closed[0] if closed else func.node,
+                "KV290",
+                f"`{func.node.name}` calls forward without passing other keywords on.",
+                "Take **kwargs and pass them on.",
+            )
+
+
+def _is_forward(node: ast.Call, func: ast.FunctionDef) -> bool:
+    """`self.forward(..)` or `self(..)`"""
+    me = func.args.args[0].arg if func.args.args else "self"
+    if isinstance(node.func, ast.Attribute):
+        return node.func.attr == "forward" and isinstance(node.func.value, ast.Name)
+    return isinstance(node.func, ast.Name) and node.func.id == me
 
 
 def _other_readers(ctx: Context) -> None:

@@ -180,8 +180,11 @@ def _run(
             new["settings_short"] = runner_settings(data, model.name, short, ckpt)
         children.append(Child(name, new, python))
     if before.folder is not None and before.root is not None and options.against != "hf":
-        one = replace(sizes, rows=1, tp=1)
-        children.append(Child("old", job("old", "old", before.folder, before.root, one), python))
+        # each prompt by itself and without padding, also where the runner pads to a fixed length
+        ones = [replace(sizes, rows=1, tp=1, longest=n) for n in lengths]
+        old = job("old", "old", before.folder, before.root, ones[0])
+        old["settings_by_request"] = [runner_settings(data, model.name, one, ckpt) for one in ones]
+        children.append(Child("old", old, python))
     outcomes |= run_children(children, options.limits)
     return Run(options, model, outcomes, lengths, sizes, before.reason)
 

@@ -72,7 +72,7 @@ def run_runner(job: dict[str, Any], result: dict[str, Any]) -> None:
     arrays: dict[str, Any] = {}
     result["runs"] = {}
     if job["side"] == "old":
-        _old_runs(runner, watch, job, result, arrays)
+        _old_runs(cls, watch, job, result, arrays)
     else:
         _new_runs(runner, watch, tokenizer, job, result, arrays)
     result["facts"] = dict(watch.facts)
@@ -105,11 +105,14 @@ def model_of(runner: Any) -> Any:
     return next(iter(found.values()))
 
 
-def _old_runs(runner: Any, watch: Any, job: dict[str, Any], result: dict[str, Any], arrays: dict[str, Any]) -> None:
-    """One prompt at a time. Contiguous runners may fail on a prompt of one token: that is said, and the rest runs."""
+def _old_runs(cls: type, watch: Any, job: dict[str, Any], result: dict[str, Any], arrays: dict[str, Any]) -> None:
+    """One prompt at a time, each with settings of its own length. Contiguous runners may fail on a prompt of one token:
+    that is said, and the rest runs.
+    """
     order = sorted(range(len(job["prompt_ids"])), key=lambda r: len(job["prompt_ids"][r]) == 1)
     result["failed"] = {}
     for request in order:
+        runner, _ = _start(cls, job, job["settings_by_request"][request])
         watch.start()
         try:
             runner.model_generate([f"#{request}"], warm_up=False)
