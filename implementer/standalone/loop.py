@@ -44,7 +44,8 @@ def find_loops(
     `params` are the names of the model's forward, by which positional arguments are read; `allocator` is the method
     that gives the caches.
     """
-    loops, left = [], []
+    loops: list[Loop] = []
+    left: list[ast.Call] = []
     for func in functions(file):
         if func.owner is not owner:
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-QWEN, KIMI = "qwen3-moe", "kimi-k2-thinking"
+QWEN, KIMI, DENSE = "qwen3-moe", "kimi-k2-thinking", "pangu-7b"
 # the published sizes of a 30B model of this architecture; its configuration class has no default for head_dim
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -95,6 +95,18 @@ def cache_length_no_multiple(context: Any) -> str:
     return _agrees(report)
 
 
+def dense_without_hf(context: Any) -> str:
+    """Another runner of this form, which transformers does not know: weights by name, against its before-state."""
+    python = context.old_transformers()
+    tree = context.copy("72e87ab", DENSE)
+    model = tree / "models" / DENSE
+    context.kvskill("analyze", model)
+    context.kvskill("apply", model)
+    report = context.verify(model, "--python", python)
+    assert {c["oracle"] for c in report["comparisons"]} == {"old, right"}
+    return _agrees(report)
+
+
 def kimi_by_hand(context: Any) -> str:
     """Modes two and three by hand: nothing to convert, exit 0, hazards at their lines."""
     tree = context.copy("db40505", KIMI)
@@ -115,5 +127,6 @@ LINES = [
     ("the same on two ranks (--tp 2)", two_ranks),
     ("the same by name and without --config", by_name_without_config),
     ("the same with a cache of 300 positions and block size 16", cache_length_no_multiple),
+    ("pangu-7b at 72e87ab converts and agrees with its before-state", dense_without_hf),
     ("kimi-k2-thinking at db40505 is paged by hand", kimi_by_hand),
 ]

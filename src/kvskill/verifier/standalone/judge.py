@@ -32,6 +32,7 @@ class Run:
     lengths: list[int]
     sizes: Sizes
     before: str
+    named: bool
 
     @property
     def ranks(self) -> list[Outcome]:
@@ -59,6 +60,8 @@ def judge(report: VerifyReport, run: Run) -> None:
             report.findings.append(_with_interpreter(child_finding(outcome, run.model, party), outcome))
         return
     report.notes += [f"padding {side}: {how}" for side, how in new.result["runs"].items()]
+    if run.named:
+        report.notes.append("no HF checkpoint: weights were set by parameter name, loading was not exercised")
     report.notes += _times(new, old)
     served = new.result.get("groups_served")
     if served:

@@ -148,6 +148,11 @@ def _run(
     outcomes: dict[str, Outcome] = {}
     hf = Child("hf", {**common, "role": "hf-greedy", "out": str(work / "hf")}, sys.executable)
     outcomes |= run_children([hf], options.limits)
+    named = not any(ckpt.glob("*.safetensors"))  # transformers does not know the model: weights by parameter name
+    if named and options.tp > 1:
+        fact = "transformers does not build this model, and without its checkpoint ranks have no common weights."
+        todo = "Drop --tp, or give a config that transformers knows."
+        raise InputError(Diagnostic("KV430", Severity.ERROR, fact, todo, Span("--tp")))
     sizes = Sizes(max(lengths), len(lengths), options.decode_steps, options.block_size, options.tp)
 
     def job(side: str, name: str, folder: Path, root: Path, wanted: Sizes) -> dict[str, Any]:
@@ -162,9 +167,10 @@ def _run(
             "backend": options.backend,
             "deploy_block_size": 128,
             "waive": list(options.waive),
+            "named_weights": named,
             "runner_module": runner[0],
             "runner_class": runner[1],
-            "settings": runner_settings(data, model.name, wanted, ckpt),
+            "settings": runner_settings(data, model.name, wanted, ckpt, named),
             "tp": wanted.tp,
             "rank": 0,
             "rendezvous": str(work / f"meet-{side}"),
@@ -176,17 +182,17 @@ def _run(
         new = {**job("new", name, model.folder, model.root, sizes), "rank": rank}
         if options.checks:
             one, short = replace(sizes, rows=1), _too_short(sizes)
-            new["settings_alone"] = runner_settings(data, model.name, one, ckpt)
-            new["settings_short"] = runner_settings(data, model.name, short, ckpt)
+            new["settings_alone"] = runner_settings(data, model.name, one, ckpt, named)
+            new["settings_short"] = runner_settings(data, model.name, short, ckpt, named)
         children.append(Child(name, new, python))
     if before.folder is not None and before.root is not None and options.against != "hf":
         # each prompt by itself and without padding, also where the runner pads to a fixed length
         ones = [replace(sizes, rows=1, tp=1, longest=n) for n in lengths]
         old = job("old", "old", before.folder, before.root, ones[0])
-        old["settings_by_request"] = [runner_settings(data, model.name, one, ckpt) for one in ones]
+        old["settings_by_request"] = [runner_settings(data, model.name, one, ckpt, named) for one in ones]
         children.append(Child("old", old, python))
     outcomes |= run_children(children, options.limits)
-    return Run(options, model, outcomes, lengths, sizes, before.reason)
+    return Run(options, model, outcomes, lengths, sizes, before.reason, named)
 
 
 def _too_short(sizes: Sizes) -> Sizes:

@@ -58,6 +58,8 @@ def run_runner(job: dict[str, Any], result: dict[str, Any]) -> None:
     tokenizer = StubTokenizer({f"#{i}": list(p) for i, p in enumerate(job["prompt_ids"])}, "right")
     transformers.AutoTokenizer.from_pretrained = staticmethod(lambda *a, **k: tokenizer)
     _groups(job)
+    if job["named_weights"]:
+        _load_nothing()
     result["phase"] = "import"
     module = importlib.import_module(job["runner_module"])
     cls = getattr(module, job["runner_class"])
@@ -89,7 +91,21 @@ def _start(cls: type, job: dict[str, Any], settings: dict[str, Any]) -> tuple[An
     runner = _build(cls, job, settings)
     if hasattr(runner, "init_model"):
         runner.init_model()
-    return runner, _serve_groups(model_of(runner))
+    model = model_of(runner)
+    if job["named_weights"]:
+        from kvskill.verifier.child.weights import fill_named
+
+        fill_named(dict(model.named_parameters()), int(job["seed"]))
+    return runner, _serve_groups(model)
+
+
+def _load_nothing() -> None:
+    """Without a checkpoint nothing is read: the weights are set by parameter name once the model stands."""
+    import safetensors.torch
+    import torch
+
+    safetensors.torch.load_file = lambda *args, **kwargs: {}
+    torch.nn.Module.load_state_dict = lambda self, *args, **kwargs: None  # type: ignore[assignment,method-assign]
 
 
 def model_of(runner: Any) -> Any:
