@@ -22,7 +22,7 @@ from kvskill.implementer.standalone.graph import mark_step
 from kvskill.implementer.standalone.helpers import helper_names, insert_helpers
 from kvskill.implementer.standalone.latent import convert_latent
 from kvskill.implementer.standalone.loop import convert_loop, find_loops
-from kvskill.implementer.standalone.pick import convert_pick
+from kvskill.implementer.standalone.pick import add_pick, convert_pick
 from kvskill.implementer.standalone.prepare import convert_prepare, find_prepare
 from kvskill.implementer.textops import names_read, statements
 from kvskill.manifest import Manifest
@@ -90,9 +90,10 @@ def _convert_host(ctx: Context, config: Mapping[str, Any], picked: bool) -> None
     me = alloc.inside.node.args.args[0].arg
     prepared = find_prepare(file, alloc.inside.owner)
     if prepared is not None:
-        if not picked:
+        if not picked and not add_pick(ctx):
             _refuse_logits(ctx)
-        convert_prepare(ctx, prepared[0], prepared[1], prepared[0].node.args.args[0].arg)
+        own = prepared[0].node.args.args[0].arg
+        convert_prepare(ctx, prepared[0], prepared[1], own, alloc.inside.node.name)
         _wrappers(ctx)
         mark_step(ctx)
         return

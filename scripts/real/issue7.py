@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-QWEN, KIMI, DENSE = "qwen3-moe", "kimi-k2-thinking", "pangu-7b"
+QWEN, KIMI, DENSE, SINKS = "qwen3-moe", "kimi-k2-thinking", "pangu-7b", "gpt-oss"
 # the published sizes of a 30B model of this architecture; its configuration class has no default for head_dim
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -107,6 +107,22 @@ def dense_without_hf(context: Any) -> str:
     return _agrees(report)
 
 
+def sinks_and_windows(context: Any) -> str:
+    """A runner whose model gives logits of all columns, with sinks and every second layer a window of 128: equal to HF.
+
+    Its before-state is not, once a prompt reaches the window.
+    """
+    python = context.old_transformers()
+    tree = context.copy("6d83aeb", SINKS)
+    model = tree / "models" / SINKS
+    context.kvskill("analyze", model)
+    context.kvskill("apply", model)
+    report = context.verify(model, "--python", python)
+    assert all(c["ok"] for c in report["comparisons"] if c["oracle"].startswith("HF") or c["prompt"] < 100)
+    assert {f["code"] for f in report["findings"]} == {"KV421"}
+    return f"worst against HF {max(c['relative'] for c in report['comparisons'] if c['oracle'] == 'HF, right'):.1e}"
+
+
 def kimi_by_hand(context: Any) -> str:
     """Modes two and three by hand: nothing to convert, exit 0, hazards at their lines."""
     tree = context.copy("db40505", KIMI)
@@ -128,5 +144,6 @@ LINES = [
     ("the same by name and without --config", by_name_without_config),
     ("the same with a cache of 300 positions and block size 16", cache_length_no_multiple),
     ("pangu-7b at 72e87ab converts and agrees with its before-state", dense_without_hf),
+    ("gpt-oss at 6d83aeb converts and agrees with HF", sinks_and_windows),
     ("kimi-k2-thinking at db40505 is paged by hand", kimi_by_hand),
 ]

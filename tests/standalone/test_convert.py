@@ -441,3 +441,55 @@ def test_no_marks_where_the_runner_has_none(case: Callable[[str], Any]) -> None:
     folder = case("skeleton_gqa")
     folder.convert()
     assert "mark_static" not in (folder.model / RUNNER).read_text(encoding="utf-8")
+
+
+GATHERED = """        if hidden_states.size()[1] > 1:
+            # the last token of each row stands at its largest position
+            last = torch.max(position_ids, dim=-1)[0]
+            last = last[:, None, None].expand(-1, 1, hidden_states.shape[-1])
+            hidden_states = torch.gather(hidden_states, 1, last)
+"""
+
+
+def test_a_model_without_a_pick_gets_one_where_the_runner_reads_the_last_column(case: Callable[[str], Any]) -> None:
+    folder = case("skeleton_prepare")
+    folder.replace("models/modeling_prep.py", GATHERED, "")
+    folder.convert()
+    model = (folder.model / "models" / "modeling_prep.py").read_text(encoding="utf-8")
+    picked = "hidden_states = forward_metadata.last_token(hidden_states).unsqueeze(1)"
+    assert f"{picked}\n        return self.lm_head" in model
+
+
+def test_a_model_without_a_pick_whose_runner_reads_otherwise_is_refused(case: Callable[[str], Any]) -> None:
+    folder = case("skeleton_prepare")
+    folder.replace("models/modeling_prep.py", GATHERED, "")
+    folder.replace("runner_prep.py", "torch.argmax(logits, dim=-1)[:, -1:]", "pick(logits)")
+    folder.analyze()
+    with pytest.raises(Refusal):
+        folder.apply()
+
+
+def test_the_step_is_built_after_caches_that_are_allocated_in_the_same_method(case: Callable[[str], Any]) -> None:
+    folder = case("skeleton_prepare")
+    line = "        batch_size, _ = input_ids.size()\n        if is_prefill:\n"
+    made = "        if past_key_values is None:\n            past_key_values = self.init_cache(input_ids)\n"
+    more = line.replace("        if", f"        extra = {{}}\n{made}        if")
+    folder.replace("models/modeling_prep.py", line, more)
+    folder.convert()
+    model = (folder.model / "models" / "modeling_prep.py").read_text(encoding="utf-8")
+    assert 0 < model.index("past_key_values = self.init_cache(input_ids)") < model.index("self.paged_kv.prefill(")
+
+
+def test_wrappers_that_drop_keywords_are_refused(case: Callable[[str], Any]) -> None:
+    folder = case("skeleton_prepare")
+    names = "input_ids, position_ids, past_key_values, attention_mask, kv_len, is_prefill"
+    folder.replace(
+        "models/modeling_prep.py",
+        "    def decode(self, **kwargs):\n        return self.forward(**kwargs)\n",
+        f"    def decode(self, {names}):\n"
+        "        return self(input_ids, kv_len, attention_mask, position_ids, past_key_values, is_prefill)\n",
+    )
+    folder.analyze()
+    with pytest.raises(Refusal) as caught:
+        folder.apply()
+    assert "`decode`" in caught.value.findings[0].fact

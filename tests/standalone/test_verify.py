@@ -201,3 +201,17 @@ def test_a_model_that_transformers_does_not_know_runs_with_named_weights(
     with pytest.raises(InputError) as caught:
         verify_model(_options(folder, config=config, tp=2))
     assert caught.value.findings[0].code == "KV430"
+
+
+def test_a_window_is_crossed_by_default(case: Callable[[str], Any]) -> None:
+    """One prompt reaches the window in decode, one is longer; one key more per query is found."""
+    folder = case("skeleton_sliding")
+    folder.convert()
+    report = verify_model(_options(folder, prompts=None, checks=False))
+    assert report.exit_code is ExitCode.DONE, [str(f) for f in report.findings]
+    window = json.loads(folder.config.read_text(encoding="utf-8"))["sliding_window"]
+    assert any(c.prompt > window + 16 for c in report.comparisons)
+    assert any(c.prompt <= window < c.prompt + 12 for c in report.comparisons)
+    folder.replace("models/modeling_slide.py", "pre_tokens=self.sliding_window - 1", "pre_tokens=self.sliding_window")
+    report = verify_model(_options(folder, prompts=None, checks=False))
+    assert report.exit_code is ExitCode.FOUND

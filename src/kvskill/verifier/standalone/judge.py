@@ -95,7 +95,8 @@ def judge(report: VerifyReport, run: Run) -> None:
 def _with_interpreter(finding: Diagnostic, outcome: Outcome) -> Diagnostic:
     """While modules and configs are loaded, another major release of transformers is the usual cause."""
     release = str(outcome.result.get("versions", {}).get("transformers", ""))
-    if outcome.result.get("phase") in ("import", "load") and finding.code == "KV407" and release:
+    missing = (outcome.error or {}).get("type") == "ModuleNotFoundError"
+    if outcome.result.get("phase") in ("import", "load") and finding.code == "KV407" and release and not missing:
         todo = f"Give the interpreter of the target's own transformers with --python (this one has {release})."
         return replace(finding, todo=todo)
     return finding

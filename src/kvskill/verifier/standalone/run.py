@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvskill.analyzer.resolve import find_repo
 from kvskill.analyzer.selection.deployment import find_runners
 from kvskill.diagnostics import Diagnostic, InputError, Severity, Span
 from kvskill.manifest import MANIFEST_NAME, load_manifest
@@ -57,7 +58,8 @@ def verify_standalone(options: VerifyOptions) -> VerifyReport:
     start = time.monotonic()
     _only_what_is_done(options)
     folder = find_folder(options.model, options.repo)
-    root = options.repo.resolve() if options.repo else find_target(folder) or folder.parent
+    # older trees have an executor without executor/core
+    root = options.repo.resolve() if options.repo else find_target(folder) or find_repo(folder) or folder.parent
     model = resolve_model(root, folder)
     runner = _runner(folder)
     data = folder_settings(model)
