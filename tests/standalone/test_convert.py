@@ -290,6 +290,17 @@ PLAIN_MASK = "return ~torch.tril(torch.ones((mask_length, mask_length), dtype=to
         ("return ~torch.tril(torch.ones(mask_length, mask_length, device=device), diagonal=3).bool()", True),
         ("return torch.triu(torch.ones(mask_length, mask_length, device=device)).bool()", True),
         (
+            'low = torch.tril(torch.ones(mask_length, mask_length, device=device))\n    notes = {}\n'
+            '    notes["low"] = low\n    return ((1.0 - low) * torch.finfo(low.dtype).max).bool()',
+            False,
+        ),
+        (
+            "at = torch.arange(mask_length, device=device)\n"
+            "    near = at[:, None] - at[None] < 7\n"
+            "    return ~(torch.ones(mask_length, mask_length, device=device).tril().bool() & near)",
+            True,
+        ),
+        (
             "full = torch.ones(mask_length, mask_length, device=device)\n"
             "    return ~(torch.tril(full) * torch.triu(full, diagonal=-7)).bool()",
             True,
