@@ -12,6 +12,7 @@ from kvskill.source import SourceFile
 __all__ = ["mask_findings"]
 
 _PLAIN = {"tril": 0, "tril_": 0, "triu": 1, "triu_": 1}  # the diagonal of a plain causal mask
+_JOINING = ("logical_and", "logical_or", "logical_xor", "where", "masked_fill", "masked_fill_", "minimum", "maximum")
 _JOINS = (ast.BitAnd, ast.BitOr, ast.BitXor, ast.Mult, ast.Add, ast.Sub)
 _TODO = "Keep the cache as it is, or put the rule (a window, a prefix) into the model's attention, where it is read."
 
@@ -31,9 +32,9 @@ def mask_findings(files: Iterable[SourceFile], walked: Iterable[ast.AST]) -> tup
             made = list(_triangles(func))
             for triangle in made:
                 call: ast.AST = triangle
-                if len(made) > 1 and _combined(func, made):
-                    fact = "The runner combines several triangles to a mask, which is not the plain causal one."
-                elif (write := _written(func, files)) is not None:
+                if _combined(func, made):
+                    fact = "The runner joins a triangle with another mask, which may not be the plain causal one."
+                elif (write := _written(func, made, files)) is not None:
                     call = write
                     fact = "The runner changes a part of its triangle here; the mask is not the plain causal one."
                 elif not _plain(triangle):
@@ -55,22 +56,52 @@ def _triangles(func: Function) -> Iterator[ast.Call]:
 
 
 def _combined(func: Function, made: list[ast.Call]) -> bool:
-    """Does an operator join triangles, or what was named, in this function?"""
-    ids = {id(c) for c in made}
+    """Is a triangle joined with another mask: something that is neither a number nor a dtype's limit?"""
+    names = _named(func, made)
     for node in ast.walk(func.node):
         name = leaf(node.func) or "" if isinstance(node, ast.Call) else ""
-        joins = isinstance(node, ast.BinOp) and isinstance(node.op, _JOINS)
-        if joins or name in ("logical_and", "logical_or", "logical_xor", "where", "masked_fill", "masked_fill_"):
-            parts = list(ast.walk(node))
-            if sum(id(n) in ids for n in parts) > 1 or any(isinstance(n, ast.Name) for n in ast.iter_child_nodes(node)):
-                return True
+        parts: list[ast.expr] = []
+        if isinstance(node, ast.BinOp) and isinstance(node.op, _JOINS):
+            parts = [node.left, node.right]
+        elif isinstance(node, ast.Call) and name in _JOINING:
+            parts = [*node.args, *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
+            parts = [p for p in parts if leaf(p) not in ("torch", "np")]
+        mine = [p for p in parts if _holds(p, made, names) and not _number(p)]
+        if mine and (len(mine) > 1 or not all(_number(p) for p in parts if p not in mine)):
+            return True
     return False
 
 
-def _written(func: Function, files: list[SourceFile]) -> ast.AST | None:
-    """The first item assignment of the function that runs: not below a test for an argument that nobody gives."""
+def _named(func: Function, made: list[ast.Call]) -> set[str]:
+    """Names that hold a triangle, or something made of one."""
+    names: set[str] = set()
+    for _ in range(3):
+        for node in ast.walk(func.node):
+            if isinstance(node, ast.Assign) and _holds(node.value, made, names):
+                names |= {t.id for t in node.targets if isinstance(t, ast.Name)}
+    return names
+
+
+def _holds(node: ast.expr, made: list[ast.Call], names: set[str]) -> bool:
+    return any(any(n is m for m in made) or (isinstance(n, ast.Name) and n.id in names) for n in ast.walk(node))
+
+
+def _number(node: ast.expr) -> bool:
+    """A number, `float("-inf")`, or a limit of a dtype."""
+    calls = [n for n in ast.walk(node) if isinstance(n, ast.Call)]
+    if calls:
+        return all(leaf(c.func) in ("float", "int", "finfo", "iinfo") for c in calls)
+    return not any(isinstance(n, (ast.Name, ast.Attribute)) for n in ast.walk(node))
+
+
+def _written(func: Function, made: list[ast.Call], files: list[SourceFile]) -> ast.AST | None:
+    """The first item assignment to a triangle that runs: not below a test for an argument that nobody gives."""
+    names = _named(func, made)
     for node in ast.walk(func.node):
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Subscript) for t in node.targets):
+        if not isinstance(node, ast.Assign):
+            continue
+        targets = [t.value for t in node.targets if isinstance(t, ast.Subscript)]
+        if any(isinstance(t, ast.Name) and t.id in names for t in targets):
             around = [n for n in ast.walk(func.node) if isinstance(n, ast.If) and any(s is node for s in ast.walk(n))]
             if not any(_never_given(func.node, test.test, files) for test in around):
                 return node

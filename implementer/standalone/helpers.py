@@ -6,6 +6,7 @@ import ast
 
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.render import render
+from kvskill.implementer.standalone.graph import marks_static
 from kvskill.implementer.textops import line_bounds
 from kvskill.source import SourceFile
 
@@ -40,7 +41,8 @@ def insert_helpers(ctx: Context, file: SourceFile, right_only: bool) -> bool:
         return False
     edits = ctx.edit_set(file)
     start = _above_comments(file, bounds[0])
-    text = render("standalone/paged_kv", meta=meta, cache=cache, torch=torch, right_only=right_only)
+    static = marks_static(ctx)
+    text = render("standalone/paged_kv", meta=meta, cache=cache, torch=torch, right_only=right_only, static=static)
     edits.add(start, start, text + "\n\n", "metadata and block table of the paged cache")
     if not _has_dataclass(file):
         plain = [s for s in imports if not (isinstance(s, ast.ImportFrom) and s.module == "__future__")]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvskill.analyzer.runner.files import Function, functions, leaf, own_name
 from kvskill.analyzer.runner.walkrun import CACHES
 from kvskill.implementer.framework.context import Context
+from kvskill.implementer.standalone.graph import marks_static
 from kvskill.implementer.textops import (
     insert_before,
     remove_statements,
@@ -43,7 +44,8 @@ def find_loops(
     `params` are the names of the model's forward, by which positional arguments are read; `allocator` is the method
     that gives the caches.
     """
-    loops, left = [], []
+    loops: list[Loop] = []
+    left: list[ast.Call] = []
     for func in functions(file):
         if func.owner is not owner:
             continue
@@ -143,6 +145,8 @@ def convert_loop(ctx: Context, loop: Loop, me: str, picked: bool = False) -> boo
         f"{meta} = {me}.paged_kv.decode({lengths.id})\n"
         f"{positions.id} = {meta}.position_ids\n"
     )
+    if marks_static(ctx):
+        step += f"{meta}.mark_static()\n"
     call_stmt = _statement(node, loop.decode)
     inside = list(statements(decode_loop.body))
     old = [s for n in (lengths.id, positions.id) for s in _assigns(node, n) if s in inside]

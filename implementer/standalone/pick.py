@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 
-from kvskill.analyzer.modeling.dims import const
+from kvskill.analyzer.modeling.dims import Dim, const
 from kvskill.analyzer.modeling.shapes import LAYOUT
 from kvskill.analyzer.modeling.trace import ancestors
 from kvskill.analyzer.modeling.values import Frame, Func, Tensor, Value
@@ -16,9 +16,9 @@ from kvskill.analyzer.runner.files import leaf
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.framework.threading import thread_metadata
 from kvskill.implementer.standalone.attention import META
-from kvskill.implementer.textops import names_read, replace_expr
+from kvskill.implementer.textops import insert_before, names_read, replace_expr, statements
 
-__all__ = ["convert_pick"]
+__all__ = ["add_pick", "convert_pick"]
 
 _PICKS = frozenset({"index_select", "gather", "getitem", "select", "narrow", "take_along_dim"})
 # what an index may be made of: positions or lengths, and arithmetic on them
@@ -43,6 +43,50 @@ def convert_pick(ctx: Context) -> bool:
             "Pick each row's last token whenever there is more than one column.",
         )
     return bool(picks)
+
+
+def add_pick(ctx: Context) -> bool:
+    """Let a model that gives logits of all columns pick each row's last token before its head; False when the call of
+    the head is not found. A reader of the last column then finds it in the only one.
+    """
+    run, entry = ctx.facts.prefill, ctx.facts.entry
+    assert run is not None and entry is not None
+    frame = next((f for f in run.walk.frames if f.parent is None and isinstance(f.func, ast.FunctionDef)), None)
+    if frame is None or not isinstance(frame.func, ast.FunctionDef) or not _reads_last_column(ctx):
+        return False
+    for stmt in statements(frame.func.body):
+        env = frame.env_before.get(id(stmt))
+        if env is None or not isinstance(stmt, (ast.Assign, ast.AnnAssign, ast.Return)):
+            continue
+        for node in ast.walk(stmt):
+            value = frame.values.get(id(node)) if isinstance(node, ast.Call) else None
+            if not (isinstance(node, ast.Call) and isinstance(value, Tensor) and value.op == "linear" and value.stream):
+                continue
+            arg = node.args[0] if len(node.args) == 1 and not node.keywords else None
+            given = env.get(arg.id) if isinstance(arg, ast.Name) else None
+            meta = _metadata(ctx, frame, stmt)
+            if not (isinstance(arg, ast.Name) and isinstance(given, Tensor) and _all_columns(given)) or meta is None:
+                return False
+            text = f"{arg.id} = {meta}.last_token({arg.id}).unsqueeze(1)\n"
+            unit = ctx.unit(frame.func, frame.file)
+            insert_before(ctx.edit_set(frame.file), stmt, text, "each row's last real token", unit)
+            ctx.use(frame.func, {meta, arg.id})
+            return True
+    return False
+
+
+def _all_columns(t: Tensor) -> bool:
+    return t.shape is not None and len(t.shape) == 3 and t.shape[1] == Dim.atom("S")
+
+
+def _reads_last_column(ctx: Context) -> bool:
+    """Does the code around the model take `[:, -1]` of something, and nothing by a computed column?"""
+    return any(
+        isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Tuple) and len(n.slice.elts) > 1
+        and _everything(n.slice.elts[0]) and _minus_one(n.slice.elts[1])
+        for f in ctx.facts.program.files.values()
+        for n in ast.walk(f.tree)
+    )
 
 
 def _one_column(result: Value) -> bool:

@@ -18,10 +18,11 @@ from kvskill.implementer.framework.deadcode import settle_names, sweep, write_re
 from kvskill.implementer.plan import Plan
 from kvskill.implementer.standalone.allocation import convert_allocation, find_allocations
 from kvskill.implementer.standalone.attention import convert_attention
+from kvskill.implementer.standalone.graph import mark_step
 from kvskill.implementer.standalone.helpers import helper_names, insert_helpers
 from kvskill.implementer.standalone.latent import convert_latent
 from kvskill.implementer.standalone.loop import convert_loop, find_loops
-from kvskill.implementer.standalone.pick import convert_pick
+from kvskill.implementer.standalone.pick import add_pick, convert_pick
 from kvskill.implementer.standalone.prepare import convert_prepare, find_prepare
 from kvskill.implementer.textops import names_read, statements
 from kvskill.manifest import Manifest
@@ -89,10 +90,12 @@ def _convert_host(ctx: Context, config: Mapping[str, Any], picked: bool) -> None
     me = alloc.inside.node.args.args[0].arg
     prepared = find_prepare(file, alloc.inside.owner)
     if prepared is not None:
-        if not picked:
+        if not picked and not add_pick(ctx):
             _refuse_logits(ctx)
-        convert_prepare(ctx, prepared[0], prepared[1], prepared[0].node.args.args[0].arg)
+        own = prepared[0].node.args.args[0].arg
+        convert_prepare(ctx, prepared[0], prepared[1], own, alloc.inside.node.name)
         _wrappers(ctx)
+        mark_step(ctx)
         return
     gathered = gathers(ctx.facts.program.files.values())
     if gathered:
@@ -160,22 +163,36 @@ def _refuse_logits(ctx: Context) -> None:
 
 
 def _wrappers(ctx: Context) -> None:
-    """Methods of the entry that call its forward must pass unknown keywords on."""
+    """Methods of the entry that call its forward, or that get the dict of inputs, must pass unknown keywords on."""
     entry = ctx.facts.entry
     assert entry is not None
+    starred = {
+        n.func.attr
+        for f in ctx.facts.program.files.values()
+        for n in ast.walk(f.tree)
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and any(k.arg is None for k in n.keywords)
+    }
     for func in functions(entry.file):
         if func.owner is None or func.owner not in [c.node for c in entry.mro()] or func.node.name == "forward":
             continue
-        for node in ast.walk(func.node):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "forward":
-                if isinstance(node.func.value, ast.Name) and not any(k.arg is None for k in node.keywords):
-                    ctx.refuse(
-                        entry.file,
-                        node,
-                        "KV290",
-                        f"`{func.node.name}` calls forward without passing other keywords on.",
-                        "Take **kwargs and pass them on.",
-                    )
+        calls = [n for n in ast.walk(func.node) if isinstance(n, ast.Call) and _is_forward(n, func.node)]
+        closed = [c for c in calls if not any(k.arg is None for k in c.keywords)]
+        if closed or (calls and func.node.name in starred and func.node.args.kwarg is None):
+            ctx.refuse(
+                entry.file,
+                closed[0] if closed else func.node,
+                "KV290",
+                f"`{func.node.name}` calls forward without passing other keywords on.",
+                "Take **kwargs and pass them on.",
+            )
+
+
+def _is_forward(node: ast.Call, func: ast.FunctionDef) -> bool:
+    """`self.forward(..)` or `self(..)`"""
+    me = func.args.args[0].arg if func.args.args else "self"
+    if isinstance(node.func, ast.Attribute):
+        return node.func.attr == "forward" and isinstance(node.func.value, ast.Name)
+    return isinstance(node.func, ast.Name) and node.func.id == me
 
 
 def _other_readers(ctx: Context) -> None:

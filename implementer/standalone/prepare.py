@@ -8,7 +8,7 @@ from kvskill.analyzer.runner.files import Function, functions, leaf, own_name
 from kvskill.analyzer.runner.topology import gathers
 from kvskill.analyzer.runner.walkrun import CACHES
 from kvskill.implementer.framework.context import Context
-from kvskill.implementer.textops import body_start, insert_before, remove_statements, statements
+from kvskill.implementer.textops import body_start, insert_after, insert_before, remove_statements, statements
 from kvskill.source import SourceFile
 
 __all__ = ["convert_prepare", "find_prepare"]
@@ -28,8 +28,8 @@ def find_prepare(file: SourceFile, owner: ast.ClassDef | None) -> tuple[Function
     return None
 
 
-def convert_prepare(ctx: Context, func: Function, made: ast.Dict, me: str) -> bool:
-    """Build the metadata first, from the mask and the lengths as they come in, and hand it on."""
+def convert_prepare(ctx: Context, func: Function, made: ast.Dict, me: str, allocator: str) -> bool:
+    """Build the metadata first (once the caches are there), from mask and lengths as they come in, and hand it on."""
     node, file = func.node, func.file
     params = {a.arg for a in [*node.args.args, *node.args.kwonlyargs]}
     missing = [n for n in _NEEDED if n not in params]
@@ -96,7 +96,7 @@ def convert_prepare(ctx: Context, func: Function, made: ast.Dict, me: str) -> bo
         text += "position_ids = forward_metadata.position_ids\n"
         remove_statements(ctx.edit_set(file), node, set(stale), "positions by row come from the metadata")
     edits = ctx.edit_set(file)
-    insert_before(edits, _after_checks(node), text, "metadata of the step", ctx.unit(node, file))
+    _insert(ctx, func, allocator, text)
     first = made.keys[0]
     assert first is not None
     at = file.byte_range(first)[0]
@@ -105,6 +105,21 @@ def convert_prepare(ctx: Context, func: Function, made: ast.Dict, me: str) -> bo
     gap = "\n" + lead if not lead.strip() else " "
     edits.add(at, at, f'"forward_metadata": forward_metadata,{gap}', "hand the metadata on")
     return True
+
+
+def _insert(ctx: Context, func: Function, allocator: str, text: str) -> None:
+    """After the checks, and after the statement that allocates the caches where that is done here."""
+    edits, unit = ctx.edit_set(func.file), ctx.unit(func.node, func.file)
+    makes = [
+        s
+        for s in func.node.body
+        if any(isinstance(n, ast.Call) and leaf(n.func) == allocator for n in ast.walk(s))
+    ]
+    first = _after_checks(func.node)
+    if makes and makes[-1].lineno >= first.lineno:
+        insert_after(edits, makes[-1], text, "metadata of the step", unit)
+    else:
+        insert_before(edits, first, text, "metadata of the step", unit)
 
 
 def _guard(ctx: Context, func: Function) -> str | None:

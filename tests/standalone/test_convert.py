@@ -290,6 +290,17 @@ PLAIN_MASK = "return ~torch.tril(torch.ones((mask_length, mask_length), dtype=to
         ("return ~torch.tril(torch.ones(mask_length, mask_length, device=device), diagonal=3).bool()", True),
         ("return torch.triu(torch.ones(mask_length, mask_length, device=device)).bool()", True),
         (
+            'low = torch.tril(torch.ones(mask_length, mask_length, device=device))\n    notes = {}\n'
+            '    notes["low"] = low\n    return ((1.0 - low) * torch.finfo(low.dtype).max).bool()',
+            False,
+        ),
+        (
+            "at = torch.arange(mask_length, device=device)\n"
+            "    near = at[:, None] - at[None] < 7\n"
+            "    return ~(torch.ones(mask_length, mask_length, device=device).tril().bool() & near)",
+            True,
+        ),
+        (
             "full = torch.ones(mask_length, mask_length, device=device)\n"
             "    return ~(torch.tril(full) * torch.triu(full, diagonal=-7)).bool()",
             True,
@@ -373,9 +384,7 @@ PICK = "        next_token = outputs.logits[:, -1].argmax(dim=-1, keepdim=True)\
         ("        next_token = outputs.logits.argmax(dim=1)[:, -1:]\n", None),
     ],
 )
-def test_only_the_last_column_of_the_logits_is_replaced(
-    case: Callable[[str], Any], new: str, want: str | None
-) -> None:
+def test_only_the_last_column_of_the_logits_is_replaced(case: Callable[[str], Any], new: str, want: str | None) -> None:
     folder = case("skeleton_gqa")
     path = folder.model / RUNNER
     text = path.read_text(encoding="utf-8")
@@ -410,3 +419,88 @@ def test_lengths_that_are_changed_while_inputs_are_prepared_are_refused(case: Ca
     found = caught.value.findings[0]
     text = (folder.model / "models" / "modeling_prep.py").read_text(encoding="utf-8").splitlines()
     assert found.code == "KV290" and "kv_len = kv_len + 1" in text[found.span.line - 1]
+
+
+def test_the_step_is_marked_where_the_runner_marks_its_graph_inputs(case: Callable[[str], Any]) -> None:
+    """In a loop where the step is built; where a dict of inputs is marked, after that."""
+    folder = case("skeleton_gqa")
+    folder.replace(
+        RUNNER,
+        "            cache.append((k, v))\n",
+        "            torch._dynamo.mark_static(k)\n            cache.append((k, v))\n",
+    )
+    folder.convert()
+    text = (folder.model / RUNNER).read_text(encoding="utf-8")
+    assert "def mark_static(self):" in text and text.count("forward_metadata.mark_static()") == 1
+
+
+def test_a_dict_of_inputs_is_marked_with_the_step(case: Callable[[str], Any]) -> None:
+    folder = case("skeleton_prepare")
+    name = "runner_prep.py"
+    folder.replace(
+        name,
+        "        start = time.time()\n",
+        "        if self.graph:\n            self.mark_inputs(model_inputs)\n        start = time.time()\n",
+    )
+    folder.convert()
+    lines = (folder.model / name).read_text(encoding="utf-8").splitlines()
+    at = lines.index("            self.mark_inputs(model_inputs)")
+    assert lines[at + 1] == '            model_inputs["forward_metadata"].mark_static()'
+
+
+def test_no_marks_where_the_runner_has_none(case: Callable[[str], Any]) -> None:
+    folder = case("skeleton_gqa")
+    folder.convert()
+    assert "mark_static" not in (folder.model / RUNNER).read_text(encoding="utf-8")
+
+
+GATHERED = """        if hidden_states.size()[1] > 1:
+            # the last token of each row stands at its largest position
+            last = torch.max(position_ids, dim=-1)[0]
+            last = last[:, None, None].expand(-1, 1, hidden_states.shape[-1])
+            hidden_states = torch.gather(hidden_states, 1, last)
+"""
+
+
+def test_a_model_without_a_pick_gets_one_where_the_runner_reads_the_last_column(case: Callable[[str], Any]) -> None:
+    folder = case("skeleton_prepare")
+    folder.replace("models/modeling_prep.py", GATHERED, "")
+    folder.convert()
+    model = (folder.model / "models" / "modeling_prep.py").read_text(encoding="utf-8")
+    picked = "hidden_states = forward_metadata.last_token(hidden_states).unsqueeze(1)"
+    assert f"{picked}\n        return self.lm_head" in model
+
+
+def test_a_model_without_a_pick_whose_runner_reads_otherwise_is_refused(case: Callable[[str], Any]) -> None:
+    folder = case("skeleton_prepare")
+    folder.replace("models/modeling_prep.py", GATHERED, "")
+    folder.replace("runner_prep.py", "torch.argmax(logits, dim=-1)[:, -1:]", "pick(logits)")
+    folder.analyze()
+    with pytest.raises(Refusal):
+        folder.apply()
+
+
+def test_the_step_is_built_after_caches_that_are_allocated_in_the_same_method(case: Callable[[str], Any]) -> None:
+    folder = case("skeleton_prepare")
+    line = "        batch_size, _ = input_ids.size()\n        if is_prefill:\n"
+    made = "        if past_key_values is None:\n            past_key_values = self.init_cache(input_ids)\n"
+    more = line.replace("        if", f"        extra = {{}}\n{made}        if")
+    folder.replace("models/modeling_prep.py", line, more)
+    folder.convert()
+    model = (folder.model / "models" / "modeling_prep.py").read_text(encoding="utf-8")
+    assert 0 < model.index("past_key_values = self.init_cache(input_ids)") < model.index("self.paged_kv.prefill(")
+
+
+def test_wrappers_that_drop_keywords_are_refused(case: Callable[[str], Any]) -> None:
+    folder = case("skeleton_prepare")
+    names = "input_ids, position_ids, past_key_values, attention_mask, kv_len, is_prefill"
+    folder.replace(
+        "models/modeling_prep.py",
+        "    def decode(self, **kwargs):\n        return self.forward(**kwargs)\n",
+        f"    def decode(self, {names}):\n"
+        "        return self(input_ids, kv_len, attention_mask, position_ids, past_key_values, is_prefill)\n",
+    )
+    folder.analyze()
+    with pytest.raises(Refusal) as caught:
+        folder.apply()
+    assert "`decode`" in caught.value.findings[0].fact

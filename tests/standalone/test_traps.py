@@ -70,3 +70,8 @@ def test_the_kind_of_error_is_the_operator_s_own(results: dict[str, Any]) -> Non
     assert "OperatorRuleViolation" in results["15 no mask"]["error"]
 
 
+
+
+def test_decode_is_one_graph_for_all_steps(results: dict[str, Any]) -> None:
+    """Lists of lengths and slots in the metadata neither break the graph nor make a new one for each step."""
+    assert results["graph"] == {"same": True, "graphs": 1}

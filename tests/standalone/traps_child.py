@@ -103,6 +103,8 @@ def main() -> None:
     out["overflow"] = _measure(converted, ckpt, tokenizer, list(prompts), want, length=max(LENGTHS) + STEPS - 2)
     tokenizer.padding_side = "left"
     out["good: padded left"] = _measure(converted, ckpt, tokenizer, list(prompts), want)
+    tokenizer.padding_side = "right"
+    out["graph"] = _graph(converted, ckpt, list(prompts))
     print("RESULT " + json.dumps(out))
 
 
@@ -117,6 +119,29 @@ def _measure(folder: Path, ckpt: Path, tokenizer: Any, names: list[str], want: l
         worst = max(worst, float(abs(logits[:steps] - ref[:steps]).max() / abs(ref).max()))
         tokens = tokens and list(picked[:steps]) == list(ref_picked[:steps])
     return {"worst": worst, "tokens": bool(tokens), "problems": problems}
+
+
+def _graph(folder: Path, ckpt: Path, names: list[str]) -> Any:
+    """Decode as one graph for all steps: does it compile whole, once, and give the same tokens?"""
+    import torch
+    from torch._dynamo.utils import counters
+
+    def outputs(name: str, shapes: Any) -> None:
+        torch.library.register_fake(f"npu::{name}", shapes)
+
+    outputs("npu_rms_norm", lambda x, gamma, epsilon=1e-6: (torch.empty_like(x), x.new_empty((*x.shape[:-1], 1))))
+    outputs("npu_scatter_nd_update_", lambda cache, indices, updates: cache)
+    outputs("npu_fused_infer_attention_score_v2", lambda q, k, v, **rest: (torch.empty_like(q), q.new_empty(0)))
+    torch.accelerator.is_available = lambda: False  # the stand-in names a device that this torch was not built for
+    torch.accelerator.current_accelerator = lambda *a, **k: None
+    module = _modules(folder)
+    runner = module.SkelRunner(_settings(ckpt, max(LENGTHS) + STEPS - 1))
+    eager = runner.model
+    want = runner.model_generate(names)
+    compiled = torch.compile(eager, dynamic=True, fullgraph=True, backend="eager")
+    runner.model = lambda **kwargs: (eager if kwargs["is_prefill"] else compiled)(**kwargs)
+    got = runner.model_generate(names)
+    return {"same": bool((got == want).all()), "graphs": counters["stats"]["unique_graphs"]}
 
 
 def _modules(folder: Path) -> Any:
@@ -145,21 +170,24 @@ def _run(folder: Path, ckpt: Path, tokenizer: Any, names: list[str], length: int
     from kvskill.verifier.standalone.watch import Watch
 
     module = _modules(folder)
-    settings = {
+    runner = module.SkelRunner(_settings(ckpt, length or max(LENGTHS) + STEPS - 1))
+    watch = Watch(type(runner.model), tokenizer)
+    watch.start()
+    runner.model_generate(names)
+    return watch.rows(), list(dict.fromkeys(watch.problems))
+
+
+def _settings(ckpt: Path, length: int) -> dict[str, Any]:
+    return {
         "model_name": "skel",
         "model_config": {
             "model_path": str(ckpt),
-            "max_seq_len": length or max(LENGTHS) + STEPS - 1,  # the longest row fills it to the end
+            "max_seq_len": length,  # the longest row fills it to the end
             "pa_block_size": 16,
         },
         "data_config": {"input_truncated_len": max(LENGTHS)},
         "scheduler_config": {"max_new_tokens": STEPS},
     }
-    runner = module.SkelRunner(settings)
-    watch = Watch(type(runner.model), tokenizer)
-    watch.start()
-    runner.model_generate(names)
-    return watch.rows(), list(dict.fromkeys(watch.problems))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ def run_templates(job: dict[str, Any], result: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     from kvskill.verifier.child.template_cases import Place, run_attention, run_last_token, run_mla, run_standalone
     from kvskill.verifier.child.template_contract import run_cache_info, run_mla_cache_info
+    from kvskill.verifier.child.template_latent import run_standalone_latent
 
     runners = {
         "attention": run_attention,
@@ -28,6 +29,7 @@ def run_templates(job: dict[str, Any], result: dict[str, Any]) -> None:
         "cache_info": run_cache_info,
         "mla_cache_info": run_mla_cache_info,
         "standalone": run_standalone,
+        "standalone_latent": run_standalone_latent,
     }
     on_npu = info.kind == "npu"
     place = Place(torch.device("npu" if on_npu else "cpu"), torch.bfloat16 if on_npu else torch.float32)

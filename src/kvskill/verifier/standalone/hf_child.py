@@ -33,7 +33,8 @@ def run_hf_greedy(job: dict[str, Any], result: dict[str, Any]) -> None:
         config = AutoConfig.for_model(values["model_type"], **{k: v for k, v in values.items() if k != "model_type"})
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     except (KeyError, ValueError) as error:
-        result["unsupported"] = f"transformers {version} does not know this architecture ({error})"
+        reason = " ".join(str(error).split()).split(" Should contain")[0][:160]
+        result["unsupported"] = f"transformers {version} does not build {values['model_type']!r} ({reason})"
         return
     fill(model, int(job["seed"]))
     model.tie_weights()

@@ -32,6 +32,7 @@ class Run:
     lengths: list[int]
     sizes: Sizes
     before: str
+    named: bool
 
     @property
     def ranks(self) -> list[Outcome]:
@@ -59,6 +60,8 @@ def judge(report: VerifyReport, run: Run) -> None:
             report.findings.append(_with_interpreter(child_finding(outcome, run.model, party), outcome))
         return
     report.notes += [f"padding {side}: {how}" for side, how in new.result["runs"].items()]
+    if run.named:
+        report.notes.append("no HF checkpoint: weights were set by parameter name, loading was not exercised")
     report.notes += _times(new, old)
     served = new.result.get("groups_served")
     if served:
@@ -92,7 +95,8 @@ def judge(report: VerifyReport, run: Run) -> None:
 def _with_interpreter(finding: Diagnostic, outcome: Outcome) -> Diagnostic:
     """While modules and configs are loaded, another major release of transformers is the usual cause."""
     release = str(outcome.result.get("versions", {}).get("transformers", ""))
-    if outcome.result.get("phase") in ("import", "load") and finding.code == "KV407" and release:
+    missing = (outcome.error or {}).get("type") == "ModuleNotFoundError"
+    if outcome.result.get("phase") in ("import", "load") and finding.code == "KV407" and release and not missing:
         todo = f"Give the interpreter of the target's own transformers with --python (this one has {release})."
         return replace(finding, todo=todo)
     return finding

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvskill.analyzer.resolve import find_repo
 from kvskill.analyzer.selection.deployment import find_runners
 from kvskill.diagnostics import Diagnostic, InputError, Severity, Span
 from kvskill.manifest import MANIFEST_NAME, load_manifest
@@ -57,7 +58,8 @@ def verify_standalone(options: VerifyOptions) -> VerifyReport:
     start = time.monotonic()
     _only_what_is_done(options)
     folder = find_folder(options.model, options.repo)
-    root = options.repo.resolve() if options.repo else find_target(folder) or folder.parent
+    # older trees have an executor without executor/core
+    root = options.repo.resolve() if options.repo else find_target(folder) or find_repo(folder) or folder.parent
     model = resolve_model(root, folder)
     runner = _runner(folder)
     data = folder_settings(model)
@@ -65,11 +67,12 @@ def verify_standalone(options: VerifyOptions) -> VerifyReport:
     work = Path(tempfile.mkdtemp(prefix="kvskill-verify-"))
     try:
         before = _before(options, model, work)
-        # one token, a prompt that ends with its block, and one that does not
-        lengths = list(options.prompts or (5, 1, options.block_size, options.block_size + 1))
+        lengths = list(options.prompts or _default_lengths(options.block_size, small.window))
         run = _run(options, model, runner, small, data, before, lengths, work)
         report = VerifyReport(model.shown, root.name, options.seed)
         report.notes = [*small.notes]
+        if small.window is not None and max(lengths) <= small.window:
+            report.notes.append(f"no prompt is longer than the window of {small.window} keys")
         judge(report, run)
         report.seconds = time.monotonic() - start
         return report
@@ -77,6 +80,14 @@ def verify_standalone(options: VerifyOptions) -> VerifyReport:
         if options.keep is not None:
             shutil.copytree(work, options.keep, dirs_exist_ok=True)
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _default_lengths(block_size: int, window: int | None) -> list[int]:
+    """One token, a prompt that ends with its block, one that does not; with a window, one that crosses it in decode
+    and one that is longer.
+    """
+    lengths = [5, 1, block_size, block_size + 1]
+    return lengths if window is None else [*lengths, max(2, window - 4), window + block_size + 3]
 
 
 def _only_what_is_done(options: VerifyOptions) -> None:
@@ -139,6 +150,11 @@ def _run(
     outcomes: dict[str, Outcome] = {}
     hf = Child("hf", {**common, "role": "hf-greedy", "out": str(work / "hf")}, sys.executable)
     outcomes |= run_children([hf], options.limits)
+    named = not any(ckpt.glob("*.safetensors"))  # transformers does not know the model: weights by parameter name
+    if named and options.tp > 1:
+        fact = "transformers does not build this model, and without its checkpoint ranks have no common weights."
+        todo = "Drop --tp, or give a config that transformers knows."
+        raise InputError(Diagnostic("KV430", Severity.ERROR, fact, todo, Span("--tp")))
     sizes = Sizes(max(lengths), len(lengths), options.decode_steps, options.block_size, options.tp)
 
     def job(side: str, name: str, folder: Path, root: Path, wanted: Sizes) -> dict[str, Any]:
@@ -153,9 +169,10 @@ def _run(
             "backend": options.backend,
             "deploy_block_size": 128,
             "waive": list(options.waive),
+            "named_weights": named,
             "runner_module": runner[0],
             "runner_class": runner[1],
-            "settings": runner_settings(data, model.name, wanted, ckpt),
+            "settings": runner_settings(data, model.name, wanted, ckpt, named),
             "tp": wanted.tp,
             "rank": 0,
             "rendezvous": str(work / f"meet-{side}"),
@@ -167,14 +184,17 @@ def _run(
         new = {**job("new", name, model.folder, model.root, sizes), "rank": rank}
         if options.checks:
             one, short = replace(sizes, rows=1), _too_short(sizes)
-            new["settings_alone"] = runner_settings(data, model.name, one, ckpt)
-            new["settings_short"] = runner_settings(data, model.name, short, ckpt)
+            new["settings_alone"] = runner_settings(data, model.name, one, ckpt, named)
+            new["settings_short"] = runner_settings(data, model.name, short, ckpt, named)
         children.append(Child(name, new, python))
     if before.folder is not None and before.root is not None and options.against != "hf":
-        one = replace(sizes, rows=1, tp=1)
-        children.append(Child("old", job("old", "old", before.folder, before.root, one), python))
+        # each prompt by itself and without padding, also where the runner pads to a fixed length
+        ones = [replace(sizes, rows=1, tp=1, longest=n) for n in lengths]
+        old = job("old", "old", before.folder, before.root, ones[0])
+        old["settings_by_request"] = [runner_settings(data, model.name, one, ckpt, named) for one in ones]
+        children.append(Child("old", old, python))
     outcomes |= run_children(children, options.limits)
-    return Run(options, model, outcomes, lengths, sizes, before.reason)
+    return Run(options, model, outcomes, lengths, sizes, before.reason, named)
 
 
 def _too_short(sizes: Sizes) -> Sizes:

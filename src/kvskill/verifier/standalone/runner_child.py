@@ -58,6 +58,8 @@ def run_runner(job: dict[str, Any], result: dict[str, Any]) -> None:
     tokenizer = StubTokenizer({f"#{i}": list(p) for i, p in enumerate(job["prompt_ids"])}, "right")
     transformers.AutoTokenizer.from_pretrained = staticmethod(lambda *a, **k: tokenizer)
     _groups(job)
+    if job["named_weights"]:
+        _load_nothing()
     result["phase"] = "import"
     module = importlib.import_module(job["runner_module"])
     cls = getattr(module, job["runner_class"])
@@ -72,7 +74,7 @@ def run_runner(job: dict[str, Any], result: dict[str, Any]) -> None:
     arrays: dict[str, Any] = {}
     result["runs"] = {}
     if job["side"] == "old":
-        _old_runs(runner, watch, job, result, arrays)
+        _old_runs(cls, watch, job, result, arrays)
     else:
         _new_runs(runner, watch, tokenizer, job, result, arrays)
     result["facts"] = dict(watch.facts)
@@ -89,7 +91,21 @@ def _start(cls: type, job: dict[str, Any], settings: dict[str, Any]) -> tuple[An
     runner = _build(cls, job, settings)
     if hasattr(runner, "init_model"):
         runner.init_model()
-    return runner, _serve_groups(model_of(runner))
+    model = model_of(runner)
+    if job["named_weights"]:
+        from kvskill.verifier.child.weights import fill_named
+
+        fill_named(dict(model.named_parameters()), int(job["seed"]))
+    return runner, _serve_groups(model)
+
+
+def _load_nothing() -> None:
+    """Without a checkpoint nothing is read: the weights are set by parameter name once the model stands."""
+    import safetensors.torch
+    import torch
+
+    safetensors.torch.load_file = lambda *args, **kwargs: {}
+    torch.nn.Module.load_state_dict = lambda self, *args, **kwargs: None
 
 
 def model_of(runner: Any) -> Any:
@@ -105,11 +121,14 @@ def model_of(runner: Any) -> Any:
     return next(iter(found.values()))
 
 
-def _old_runs(runner: Any, watch: Any, job: dict[str, Any], result: dict[str, Any], arrays: dict[str, Any]) -> None:
-    """One prompt at a time. Contiguous runners may fail on a prompt of one token: that is said, and the rest runs."""
+def _old_runs(cls: type, watch: Any, job: dict[str, Any], result: dict[str, Any], arrays: dict[str, Any]) -> None:
+    """One prompt at a time, each with settings of its own length. Contiguous runners may fail on a prompt of one token:
+    that is said, and the rest runs.
+    """
     order = sorted(range(len(job["prompt_ids"])), key=lambda r: len(job["prompt_ids"][r]) == 1)
     result["failed"] = {}
     for request in order:
+        runner, _ = _start(cls, job, job["settings_by_request"][request])
         watch.start()
         try:
             runner.model_generate([f"#{request}"], warm_up=False)

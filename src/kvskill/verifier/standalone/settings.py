@@ -57,8 +57,10 @@ def folder_settings(model: ModelUnderTest) -> dict[str, Any]:
     return {}
 
 
-def runner_settings(data: dict[str, Any], name: str, sizes: Sizes, ckpt: Path) -> dict[str, Any]:
-    """`data` (of `folder_settings`) with the test's sizes."""
+def runner_settings(
+    data: dict[str, Any], name: str, sizes: Sizes, ckpt: Path, named: bool = False
+) -> dict[str, Any]:
+    """`data` (of `folder_settings`) with the test's sizes. `named`: there is no checkpoint to load."""
     length, rows, tp = sizes.length, sizes.rows, sizes.tp
     out = {"model_name": name, **data, "model_path": str(ckpt), "world_size": tp, "exe_mode": "eager"}
     sections: dict[str, dict[str, Any]] = {}
@@ -68,7 +70,7 @@ def runner_settings(data: dict[str, Any], name: str, sizes: Sizes, ckpt: Path) -
     sections["model_config"].update(
         model_path=str(ckpt),
         model_name=name,
-        with_ckpt=True,
+        with_ckpt=not named,
         exe_mode="eager",
         enable_profiler=False,
         enable_cache_compile=False,

@@ -48,6 +48,36 @@ STANDALONE: dict[str, Any] = {
     "after": "",
 }
 
+_LATENT_LOCALS = ("rows", "q_nope", "q_rope", "latent", "k_rope", "nope_cache", "rope_cache", "slots", "kv", "packed")
+LATENT: dict[str, Any] = {
+    "fa_version": 2,
+    "n": {name: f"paged_{name}" for name in _LATENT_LOCALS},
+    "rows": "query_nope.shape[0]",
+    "cols": "query_nope.shape[1]",
+    "q_nope": "query_nope.flatten(0, 1)",
+    "q_rope": "query_rope.flatten(0, 1)",
+    "latent": "latent.reshape(-1, 1, self.kv_lora_rank)",
+    "k_rope": "key_rope.reshape(-1, 1, self.qk_rope_head_dim)",
+    "nope_cache": "self.nope_cache",
+    "rope_cache": "self.rope_cache",
+    "meta": "forward_metadata",
+    "me": "self",
+    "torch": "torch",
+    "up": "kv_b_proj",
+    "heads": "self.num_heads",
+    "rank": "self.kv_lora_rank",
+    "nope": "self.qk_nope_head_dim",
+    "rope": "self.qk_rope_head_dim",
+    "v": "self.v_head_dim",
+    "method": "split_up_projection",
+    "absorbed_k": "absorbed_k",
+    "absorbed_v": "absorbed_v",
+    "scale": "self.scaling",
+    "out": {"name": "attn_output"},
+    "after": "",
+    "extra": "",
+}
+
 
 def context_of(template: str) -> dict[str, Any]:
     """The example context of a template, with the harness's names where it needs others."""
@@ -55,7 +85,10 @@ def context_of(template: str) -> dict[str, Any]:
     if template == "standalone/attend":
         return {**context, **STANDALONE}
     if template == "standalone/paged_kv":
-        return {**context, "meta": "PagedStep", "cache": "PagedKV", "torch": "torch", "right_only": False}
+        names = {"meta": "PagedStep", "cache": "PagedKV", "torch": "torch"}
+        return {**context, **names, "right_only": False, "static": True}
+    if template in ("standalone/latent_attend", "standalone/latent_absorb"):
+        return {**context, **LATENT}
     return context
 
 
