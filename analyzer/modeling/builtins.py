@@ -768,8 +768,8 @@ def call_method(
     if isinstance(obj, Const) and isinstance(obj.value, str):
         if name == "attrgetter" and len(args) == 1:  # what operator.attrgetter(path) gives, called
             found = args[0]
-            for part in obj.value.split("."):
-                found = _getattr(walk, [found, Const(part)], node)
+            for piece in obj.value.split("."):
+                found = _getattr(walk, [found, Const(piece)], node)
             return found
         if name in ("startswith", "endswith", "lower", "upper", "format", "replace", "split", "strip"):
             plain = [a.value for a in args if isinstance(a, Const)]
