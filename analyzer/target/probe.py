@@ -65,13 +65,17 @@ def probe(
 ) -> ProbeResult:
     """Probe a repository (its root folder, or None) and the operators of the model that lives in it.
 
-    Raises InputError: KV060 unusable `torch_npu`, KV065 a class of the contract is in a file that cannot be
+    Raises InputError: KV060 unusable `torch_npu`, KV014 the package is a link out of the repository, KV065 a class of the contract is in a file that cannot be
     parsed.
     """
     operators = probe_operators(repo, model_dir, torch_npu, use_installed=use_installed)
     if repo is None or not (repo / PACKAGE).is_dir():
         profile = _with_operators(newest_profile(), operators)
         return ProbeResult(profile, operators.findings, operators=operators)
+    if repo.resolve() not in (repo / PACKAGE).resolve().parents:
+        fact = f"`{PACKAGE}` is a link that leads out of the repository, so its source is not read."
+        todo = "Give the real repository with --repo, or copy the package."
+        raise InputError(Diagnostic("KV014", Severity.ERROR, fact, todo, Span(PACKAGE)))
     spec = load_yaml("target_profile.yaml")
     tree = SourceTree(repo, PACKAGE)
     findings: list[Diagnostic] = list(operators.findings)

@@ -233,9 +233,16 @@ def _config_link_out(folder: Path) -> None:
     (folder / "config.json").symlink_to(outside)
 
 
+def _framework_link_out(folder: Path) -> None:
+    repo = folder.parents[1]
+    (repo / "executor").rename(repo.parent / "elsewhere")
+    (repo / "executor").symlink_to(repo.parent / "elsewhere")
+
+
 @pytest.mark.parametrize(
     ("change", "number"),
     [
+        (_framework_link_out, "KV014"),
         (_missing_config, "KV017"),
         (_no_attention, "KV018"),
         (_two_files, "KV019"),
