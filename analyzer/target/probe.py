@@ -65,7 +65,8 @@ def probe(
 ) -> ProbeResult:
     """Probe a repository (its root folder, or None) and the operators of the model that lives in it.
 
-    Raises InputError: KV060 unusable `torch_npu`, KV014 the package is a link out of the repository, KV065 a class of the contract is in a file that cannot be
+    Raises InputError: KV060 unusable `torch_npu`, KV014 the package is a link out of the repository, KV065 a
+    class of the contract is in a file that cannot be
     parsed.
     """
     operators = probe_operators(repo, model_dir, torch_npu, use_installed=use_installed)
