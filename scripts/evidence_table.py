@@ -15,8 +15,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 START, END = "<!-- evidence:begin -->", "<!-- evidence:end -->"
 HEADS = {
-    "README.md": ("Template", "Binds to", "Meta", "Reference", "In the framework", "NPU"),
-    "README.zh-CN.md": ("模板", "可绑定版本", "Meta", "参考实现", "框架内运行", "NPU"),
+    "README.md": ("Template", "Binds to", "Meta", "Reference", "In the framework or a runner", "NPU"),
+    "README.zh-CN.md": ("模板", "可绑定版本", "Meta", "参考实现", "框架或 runner 内运行", "NPU"),
 }
 
 

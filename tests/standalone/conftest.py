@@ -13,7 +13,8 @@ from kvskill.analyzer.request import AnalyzeRequest
 from kvskill.analyzer.run import Analysis, analyze
 from kvskill.implementer.apply import Applied, ApplyRequest, apply
 
-CASES = Path(__file__).resolve().parents[1] / "cases_standalone"
+ROOT = Path(__file__).resolve().parents[2]
+CASES = (ROOT / "tests" / "cases_standalone", ROOT / "src" / "kvskill" / "embedded" / "runners")
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Folder:
 @pytest.fixture
 def case(tmp_path: Path) -> Callable[[str], Folder]:
     def make(name: str) -> Folder:
-        source = CASES / name
+        source = next(base / name for base in CASES if (base / name).is_dir())
         folder = next(p for p in source.iterdir() if p.is_dir())
         shutil.copytree(folder, tmp_path / "models" / folder.name)
         return Folder(tmp_path / "models" / folder.name, source / "config.json")

@@ -35,7 +35,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     from kvskill.implementer.apply import ApplyRequest, apply
 
     work = tmp_path_factory.mktemp("traps")
-    source = HERE.parent / "cases_standalone" / "skeleton_gqa"
+    source = HERE.parents[1] / "src" / "kvskill" / "embedded" / "runners" / "skeleton_gqa"
     config = source / "config.json"
     shutil.copytree(source / "skel", work / "new" / "skel")
     analyze(AnalyzeRequest(model=str(work / "new" / "skel"), config=config))

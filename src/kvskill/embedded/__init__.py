@@ -5,6 +5,6 @@ everything can be tried without it. Nothing here is imported by kvskill: the fil
 or run there.
 """
 
-from kvskill.embedded.materialise import ERAS, MODELS, materialise
+from kvskill.embedded.materialise import ERAS, MODELS, RUNNERS, materialise, materialise_runner
 
-__all__ = ["ERAS", "MODELS", "materialise"]
+__all__ = ["ERAS", "MODELS", "RUNNERS", "materialise", "materialise_runner"]

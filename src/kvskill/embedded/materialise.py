@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ERAS", "MODELS", "EmbeddedModel", "materialise"]
+__all__ = ["ERAS", "MODELS", "RUNNERS", "EmbeddedModel", "materialise", "materialise_runner"]
 
 _HERE = Path(__file__).resolve().parent
 
@@ -71,6 +71,10 @@ MODELS: dict[str, EmbeddedModel] = {
 }
 
 
+# Standalone folders with a runner of their own, and the name of the folder.
+RUNNERS = {"skeleton_gqa": "skel", "skeleton_mla": "latent"}
+
+
 def materialise(dest: Path, era: str = "2026-04", models: Iterable[str] = ("tiny_dense",)) -> Path:
     """Write the target repository of an API era with the named models, and register the models.
 
@@ -90,6 +94,15 @@ def materialise(dest: Path, era: str = "2026-04", models: Iterable[str] = ("tiny
         _copy(_HERE / "models" / name, dest / "models" / name)
     _register(dest, [MODELS[name] for name in names])
     return dest
+
+
+def materialise_runner(dest: Path, name: str) -> tuple[Path, Path]:
+    """Write a standalone model folder to `dest`/models; gives it and its config. Raises KeyError for an unknown one."""
+    source = _HERE / "runners" / name
+    folder = dest / "models" / RUNNERS[name]
+    _copy(source / RUNNERS[name], folder)
+    shutil.copy(source / "config.json", dest / "config.json")
+    return folder, dest / "config.json"
 
 
 def _copy(source: Path, dest: Path) -> None:

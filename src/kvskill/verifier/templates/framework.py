@@ -1,4 +1,4 @@
-"""Framework runs of the ledger: embedded models, converted and verified in the embedded target."""
+"""Framework runs of the ledger: embedded models, converted and verified in the embedded target or their own runner."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from kvskill.diagnostics import ExitCode
-from kvskill.embedded import ERAS, MODELS, materialise
+from kvskill.embedded import ERAS, MODELS, RUNNERS, materialise, materialise_runner
 from kvskill.manifest import MANIFEST_NAME, Manifest, load_manifest
 from kvskill.verifier.options import VerifyOptions
+from kvskill.verifier.report import VerifyReport
 from kvskill.verifier.run import verify_model
 from kvskill.verifier.templates.ledger import round_up
 
@@ -35,7 +36,8 @@ class FrameworkRun:
 
 
 def framework_runs() -> dict[str, FrameworkRun]:
-    """By "model@era": every embedded model in every era that it can be converted for. A failure is kept."""
+    """By "model@era" or "folder@runner": every embedded model in every era that it can be converted for. A failure
+    is kept."""
     models: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in MODELS} | VARIANTS
     out: dict[str, FrameworkRun] = {}
     with tempfile.TemporaryDirectory(prefix="kvskill-framework-") as folder:
@@ -44,23 +46,47 @@ def framework_runs() -> dict[str, FrameworkRun]:
             for era in paged if MODELS[model].era >= "2026-04" else paged[:1]:
                 key = f"{shown}@{era}"
                 out[key] = _run(Path(folder) / key, model, era, changes)
+        for name in RUNNERS:
+            out[f"{name}@runner"] = _runner_run(Path(folder) / name, name)
     return out
+
+
+def _runner_run(tree: Path, name: str) -> FrameworkRun:
+    folder, config = materialise_runner(tree, name)
+    failed = _convert(folder, "--config", str(config))
+    if failed is not None:
+        return failed
+    report = verify_model(VerifyOptions(model=folder, config=config))
+    latent = any(g.attention == "MLA" for g in load_manifest(folder / MANIFEST_NAME).groups)
+    used = ("standalone/latent_absorb", "standalone/latent_attend") if latent else ("standalone/attend",)
+    return _outcome(report, (*used, "standalone/paged_kv"))
+
+
+def _convert(folder: Path, *given: str) -> FrameworkRun | None:
+    """Analyze and apply; a run that failed, if one of them did."""
+    for command in ("analyze", "apply"):
+        argv = [sys.executable, "-m", "kvskill", command, str(folder), *given]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return FrameworkRun(None, (), f"`kvskill {command}` exits {done.returncode}: {done.stdout[-300:]}")
+    return None
+
+
+def _outcome(report: VerifyReport, used: tuple[str, ...]) -> FrameworkRun:
+    if report.exit_code != ExitCode.DONE or not report.comparisons:
+        return FrameworkRun(None, used, "; ".join(f.fact for f in report.findings) or "compared with nothing")
+    return FrameworkRun(round_up(max(c.relative for c in report.comparisons)), used)
 
 
 def _run(tree: Path, model: str, era: str, changes: dict[str, Any]) -> FrameworkRun:
     folder = materialise(tree, era, [model]) / "models" / model
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text(encoding="utf-8")) | changes), encoding="utf-8")
-    for command in ("analyze", "apply"):
-        argv = [sys.executable, "-m", "kvskill", command, str(folder)]
-        done = subprocess.run(argv, capture_output=True, text=True, check=False)
-        if done.returncode:
-            return FrameworkRun(None, (), f"`kvskill {command}` exits {done.returncode}: {done.stdout[-300:]}")
+    failed = _convert(folder)
+    if failed is not None:
+        return failed
     report = verify_model(VerifyOptions(model=folder, against="both" if MODELS[model].era == era else "hf"))
-    used = templates_used(load_manifest(folder / MANIFEST_NAME))
-    if report.exit_code != ExitCode.DONE or not report.comparisons:
-        return FrameworkRun(None, used, "; ".join(f.fact for f in report.findings) or "compared with nothing")
-    return FrameworkRun(round_up(max(c.relative for c in report.comparisons)), used)
+    return _outcome(report, templates_used(load_manifest(folder / MANIFEST_NAME)))
 
 
 def templates_used(manifest: Manifest) -> tuple[str, ...]:
