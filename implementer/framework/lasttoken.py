@@ -160,14 +160,12 @@ def _asks_shape(
     first = None
     for stmt in func.body[func.body.index(binder) + 1 if binder is not None else 0 : func.body.index(top)]:
         uses = [n for n in ast.walk(stmt) if isinstance(n, ast.Name) and n.id == source]
-        sizes = [
-            n.value
-            for n in ast.walk(stmt)
-            if isinstance(n, ast.Attribute) and n.attr in ("shape", "size") and isinstance(n.value, ast.Name)
-        ]
-        if any(u not in sizes for u in uses):
+        asked = {
+            n.value: n.attr for n in ast.walk(stmt) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)
+        }
+        if any(asked.get(u) not in ("shape", "size", "device", "dtype") for u in uses):
             return None
-        if uses and first is None:
+        if first is None and any(asked[u] in ("shape", "size") for u in uses):
             first = stmt
     return first
 
