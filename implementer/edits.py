@@ -45,7 +45,7 @@ class EditSet:
     def ordered(self) -> list[Edit]:
         """By position; raises EditConflict where two overlap. Insertions at one place keep their order."""
         out: list[Edit] = []
-        for edit in sorted(self.edits, key=lambda e: (e.start, e.end)):
+        for edit in sorted(map(self._clipped, self.edits), key=lambda e: (e.start, e.end)):
             last = out[-1] if out else None
             if last is not None and edit.start < last.end and not edit.text and not last.text:
                 out[-1] = replace(last, end=max(last.end, edit.end))  # two removals are one
@@ -55,6 +55,14 @@ class EditSet:
             if b.start < a.end:
                 raise EditConflict(a, b)
         return out
+
+    def _clipped(self, edit: Edit) -> Edit:
+        """A removal that also takes blank lines ends before text that is inserted among them."""
+        if edit.text:
+            return edit
+        inside = [e.start for e in self.edits if e.start == e.end and edit.start < e.start < edit.end]
+        blank = [p for p in inside if not self.file.raw[p : edit.end].strip()]
+        return replace(edit, end=min(blank)) if blank else edit
 
     def result(self) -> bytes:
         """The edited bytes."""

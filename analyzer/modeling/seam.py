@@ -28,7 +28,7 @@ from kvskill.analyzer.modeling.trace import (
     tensor_parents,
     through,
 )
-from kvskill.analyzer.modeling.values import Const, Dict_, Frame, Func, Instance, Ref, Scalar, Tensor, Value
+from kvskill.analyzer.modeling.values import Const, Dict_, External, Frame, Func, Instance, Ref, Scalar, Tensor, Value
 from kvskill.analyzer.modeling.walk import Walk
 from kvskill.diagnostics import Diagnostic, Severity, Span
 from kvskill.source import SourceFile
@@ -793,7 +793,7 @@ def _value_expr(
     if isinstance(value, Const) and isinstance(value.value, (int, float)):
         return repr(value.value)
     if _runs_on(attend.out.frame, rep.inst, frame, self_name) and isinstance(node, ast.expr):
-        if _only_self(node, self_name):
+        if _only_self(node, self_name, attend.out.frame):
             return frame.file.segment(node)
     text = rep.walk.as_text(value)
     for name, own in rep.inst.attrs.items():
@@ -835,12 +835,26 @@ def _spelled(rep: RepRun, text: str, self_name: str) -> str | None:
         tree = ast.parse(out, mode="eval")
     except SyntaxError:
         return None
-    return ast.unparse(tree) if _only_self(tree.body, self_name) else None
+    tree = _Powers().visit(tree)
+    reads = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    return ast.unparse(ast.fix_missing_locations(tree)) if reads <= {self_name} else None
 
 
-def _only_self(node: ast.expr, self_name: str) -> bool:
-    """Does the expression read nothing but `self` and modules (math, torch)?"""
-    return all(n.id in (self_name, "math", "torch", "np") for n in ast.walk(node) if isinstance(n, ast.Name))
+class _Powers(ast.NodeTransformer):
+    """`math.sqrt(x)` as `x ** 0.5`: the file may know the module by another name, or not at all."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if ast.unparse(node.func) == "math.sqrt" and len(node.args) == 1:
+            return ast.BinOp(node.args[0], ast.Pow(), ast.Constant(0.5))
+        return node
+
+
+def _only_self(node: ast.expr, self_name: str, frame: Frame | None) -> bool:
+    """Does the expression read nothing but `self` and what the file imports (math, torch)?"""
+    values = frame.values if frame is not None else {}
+    names = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
+    return all(n.id == self_name or isinstance(values.get(id(n)), External) for n in names)
 
 
 def _sinks(rep: RepRun, attend: Attend, frame: Frame) -> str | None:

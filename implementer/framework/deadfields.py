@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from kvskill.analyzer.modeling.values import ClassVal, Frame, Func, Instance
+from kvskill.analyzer.modeling.values import ClassVal, External, Frame, Func, Instance
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.textops import names_read, replace_expr, whole_removal
 
@@ -50,14 +50,20 @@ def _constructions(ctx: Context) -> Iterator[tuple[Frame, ast.Call, ClassVal]]:
             value = frame.values.get(id(node))
             if not isinstance(node, ast.Call) or not isinstance(value, Instance) or id(node) in seen:
                 continue
-            if frame.values.get(id(node.func)) is value.cls and _is_record(value.cls):
+            if frame.values.get(id(node.func)) is value.cls and _is_record(ctx, value.cls):
                 seen.add(id(node))
                 yield frame, node, value.cls
 
 
-def _is_record(cls: ClassVal) -> bool:
-    names = {ast.unparse(d.func if isinstance(d, ast.Call) else d) for d in cls.node.decorator_list}
-    return bool(names & {"dataclass", "dataclasses.dataclass"}) and cls.method("__post_init__") is None
+def _is_record(ctx: Context, cls: ClassVal) -> bool:
+    names = ctx.facts.program.modules[cls.file.shown]
+    for decorator in cls.node.decorator_list:
+        text = ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
+        head, dot, rest = text.partition(".")
+        found = names.get(head)
+        if isinstance(found, External) and f"{found.name}{dot}{rest}" == "dataclasses.dataclass":
+            return cls.method("__post_init__") is None
+    return False
 
 
 def _given(node: ast.Call, cls: ClassVal) -> Iterator[tuple[str, ast.expr]]:

@@ -56,6 +56,16 @@ def test_removal_takes_its_own_comment_and_keeps_line_ends(tmp_path: Path, newli
     assert edits.result() == want.replace("\n", newline).encode()
 
 
+def test_text_inserted_among_removed_blank_lines_stays(tmp_path: Path) -> None:
+    text = "def f(a):\n\n    # own\n    b = 1\n\n\n    return a\n"
+    edits = EditSet(source(tmp_path, text))
+    node = edits.file.tree.body[0]
+    assert isinstance(node, ast.FunctionDef)
+    remove_statements(edits, node, {node.body[0]}, "gone")
+    insert_after(edits, node.body[0], "c = 2\n", "new")
+    assert edits.result().decode() == "def f(a):\n\n    c = 2\n\n\n    return a\n"
+
+
 GROUP = "import os\n\n\ndef f(a):\n    # both\n    b = a + 1\n    c = a + 2\n\n    # own\n    return a\n"
 
 
