@@ -16,7 +16,7 @@ from kvskill.analyzer.modeling.mla_parts import Fingerprint, Parts, fingerprint,
 from kvskill.analyzer.modeling.mla_rope import FusedWrite, fused_write
 from kvskill.analyzer.modeling.operators import argument
 from kvskill.analyzer.modeling.run import submodules
-from kvskill.analyzer.modeling.scores import is_causal
+from kvskill.analyzer.modeling.scores import causal_doubt
 from kvskill.analyzer.modeling.seam import (
     RepRun,
     SeamError,
@@ -232,8 +232,9 @@ def _check(reps: list[RepRun], file: SourceFile, node: ast.AST) -> None:
             where = bad.where.frame.file if bad.where is not None and bad.where.frame is not None else file
             fact = f"The fused attention operator cannot express {bad.what}."
             raise _fail(where, bad.node, bad.code, fact, "Keep the Legacy cache for this model, or remove it.")
-        if phase == "prefill" and not is_causal(rep.walk, attend):
-            fact = f"{name} attends without a causal mask in prefill."
+        doubt = causal_doubt(rep.walk, attend) if phase == "prefill" else None
+        if doubt is not None:
+            fact = f"{name} attends {doubt} in prefill."
             raise _fail(file, attend.out.node or node, "KV299", fact, "Keep the Legacy cache, or mask later tokens.")
         if attend.sinks is not None or attend.windows:
             what = "attention sinks" if attend.sinks is not None else "a sliding window"

@@ -11,7 +11,7 @@ from kvskill.analyzer.modeling.trace import ancestors, tensor_parents
 from kvskill.analyzer.modeling.values import Const, Dict_, Ref, Scalar, Tensor, Unknown, Value
 from kvskill.analyzer.modeling.walk import Call, Walk
 
-__all__ = ["Attend", "Bad", "find_attends", "is_causal"]
+__all__ = ["Attend", "Bad", "causal_doubt", "find_attends"]
 
 _CAST = LAYOUT | {"nan_to_num"}
 _MASK_OPS = frozenset(
@@ -223,7 +223,29 @@ def _eager(walk: Walk, pv: Tensor) -> Attend | None:
 _ORDER = frozenset({"triu", "tril", "triu_", "tril_", "lt", "le", "gt", "ge", "input:attention_mask"})
 
 
-def is_causal(walk: Walk, attend: Attend) -> bool:
+def causal_doubt(walk: Walk, attend: Attend) -> str | None:
+    """How a prefill attends otherwise than causally, in words; None where it does not."""
+    for t in _mask_parts(walk, attend.masks):
+        shift = _diagonal(walk, t)
+        lower = t.op.startswith("tril")
+        if shift is not None and (shift >= 1 or shift == -1 if lower else shift == 0 or shift >= 2):
+            return f"with a mask cut at diagonal {shift} ({t.op}): it shows a later token, or hides the token itself"
+    return None if _is_causal(walk, attend) else "without a causal mask"
+
+
+def _diagonal(walk: Walk, t: Tensor) -> int | None:
+    """The constant diagonal of a triangle."""
+    if t.op.rstrip("_") not in ("triu", "tril"):
+        return None
+    given = [t.attrs.get("diagonal"), *t.parents[1:]]  # a function's keyword, or the argument of a method
+    values = [d for d in given if isinstance(d, Value) and not isinstance(d, Tensor) and d != Const(None)]
+    if not values:
+        return 0
+    dim = walk.as_dim(values[0])
+    return dim.value if dim is not None and not dim.wild else None
+
+
+def _is_causal(walk: Walk, attend: Attend) -> bool:
     """Does a prefill keep later tokens from earlier ones? A mask that orders positions, or the flag for one.
 
     A mask of equalities alone (padding) does not; a fused call needs its mask and a sparse_mode that reads it.

@@ -16,7 +16,7 @@ from kvskill.analyzer.modeling.headmap import wrong_pairs
 from kvskill.analyzer.modeling.held import HELD, cache_root
 from kvskill.analyzer.modeling.operators import WRITE_OPS, argument
 from kvskill.analyzer.modeling.run import Run, submodules
-from kvskill.analyzer.modeling.scores import Attend, find_attends, is_causal
+from kvskill.analyzer.modeling.scores import Attend, causal_doubt, find_attends
 from kvskill.analyzer.modeling.shapes import LAYOUT
 from kvskill.analyzer.modeling.trace import (
     between,
@@ -316,8 +316,9 @@ def _check_parts(rep: RepRun, file: SourceFile, node: ast.AST) -> None:
         where_file = bad.where.frame.file if bad.where is not None and bad.where.frame is not None else file
         fact = f"The fused attention operator cannot express {bad.what}."
         raise _fail(where_file, bad.node, bad.code, fact, "Keep the Legacy cache for this model, or remove it.")
-    if phase == "prefill" and not is_causal(rep.walk, rep.attends[0]):
-        fact = f"{name} attends without a causal mask in prefill."
+    doubt = causal_doubt(rep.walk, rep.attends[0]) if phase == "prefill" else None
+    if doubt is not None:
+        fact = f"{name} attends {doubt} in prefill."
         where = rep.attends[0].out.node or node
         raise _fail(file, where, "KV299", fact, "Keep the Legacy cache, or mask later tokens.")
     caches = {w.cache.attrs.get("name") for w in rep.writes}

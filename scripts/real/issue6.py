@@ -101,7 +101,11 @@ LINES = [
         for cache in (None, "nd")
     ],
     ("deepseek_v3 on two ranks", case("deepseek_v3", "newest", None, "--tp", 2)),
-    ("deepseek_v3 in bf16", case("deepseek_v3", "newest", None, "--dtype", "bf16", "--fast")),
+    *[
+        (f"{name} in bf16, {cache or 'default'} cache", case(name, "newest", cache, "--dtype", "bf16", "--fast"))
+        for name in ("deepseek_v3", "kimi", "longcat", "deepseek_v2")
+        for cache in (None, "nd")
+    ],
     ("deepseek_v3, repetitions, idle rows, reuse", case("deepseek_v3", "newest", None)),
     ("minicpm3 stays Legacy", odd_sizes),
 ]
