@@ -64,7 +64,11 @@ BIDIRECTIONAL = {
         "torch.arange(q_len, device=hidden_states.device)[None, :] == q_len",
     ),
     "triangle with one later token": ("phi3", "device=qkv.device).tril()", "device=qkv.device).tril(1)"),
-    "triangle that hides the token itself": ("phi4_mini", "device=weights.device).triu(1)", "device=weights.device).triu()"),
+    "triangle that hides the token itself": (
+        "phi4_mini",
+        "device=weights.device).triu(1)",
+        "device=weights.device).triu()",
+    ),
     "later start of a triangle": ("olmo2", "torch.triu(mask, diagonal=1)", "torch.triu(mask, diagonal=2)"),
     "in place": ("glm4_moe", "forward_metadata.attention_mask[:q_len, :q_len], float", "attn_mask != 0, float"),
 }
