@@ -244,13 +244,13 @@ def drive(model: Any, infer_config: Any, tokens: torch.Tensor, prompt: int) -> t
     return torch.stack(rows).float()
 
 
-def worker(rank: int, world: int, case: Case, weights: str, era: str, runs: list[Any], port: int, out: str) -> None:
+def worker(rank: int, world: int, case: Case, weights: str, era: str, runs: list[Any], out: str) -> None:
     """One rank; rank 0 writes its logit rows to `out`."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)  # transformers 5 on older config spellings
     if world > 1:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        dist.init_process_group("gloo", rank=rank, world_size=world)
+        # a file, since a port may be taken by another check that runs beside this one
+        dist.init_process_group("gloo", init_method=f"file://{out}.rendezvous", rank=rank, world_size=world)
     longest = max(len(tokens) for tokens, _ in runs)
     model, infer_config = build_legacy(case, Path(weights), rank, world, era, (longest, 8))
     rows = [drive(model, infer_config, tokens, prompt) for tokens, prompt in runs]
@@ -272,11 +272,10 @@ def check(case: Case, world: int, era: str) -> dict[str, Any]:
             steps = 0 if case.ground == "non-causal" else steps
             runs.append((torch.randint(3, config.vocab_size, (prompt + steps,), generator=generator), prompt))
         out = str(folder / "rows.pt")
-        port = 29500 + os.getpid() % 400
         if world == 1:
-            worker(0, 1, case, temporary, era, runs, port, out)
+            worker(0, 1, case, temporary, era, runs, out)
         else:
-            mp.spawn(worker, (world, case, temporary, era, runs, port, out), nprocs=world)
+            mp.spawn(worker, (world, case, temporary, era, runs, out), nprocs=world)
         got = torch.load(out)
     worst, late = 0.0, 0.0
     agreed = True

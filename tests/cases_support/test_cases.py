@@ -102,6 +102,7 @@ def legacy_results() -> dict[tuple[str, int], dict[str, Any]]:
     return results
 
 
+@pytest.mark.xdist_group("legacy check")  # one worker runs the check of all cases
 @pytest.mark.parametrize(
     ("case", "width"), [(case, width) for case in CASES for width in case.tp], ids=lambda v: getattr(v, "name", v)
 )
