@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvskill.analyzer.modeling.operators import ATTEND_OPS, argument
 from kvskill.analyzer.modeling.shapes import LAYOUT
-from kvskill.analyzer.modeling.trace import ancestors, tensor_parents
+from kvskill.analyzer.modeling.trace import ancestors, root_of, tensor_parents
 from kvskill.analyzer.modeling.values import Const, Dict_, Ref, Scalar, Tensor, Unknown, Value
 from kvskill.analyzer.modeling.walk import Call, Walk
 
@@ -230,7 +230,33 @@ def causal_doubt(walk: Walk, attend: Attend) -> str | None:
         lower = t.op.startswith("tril")
         if shift is not None and (shift >= 1 or shift == -1 if lower else shift == 0 or shift >= 2):
             return f"with a mask cut at diagonal {shift} ({t.op}): it shows a later token, or hides the token itself"
+        if _hides_itself(t):
+            return f"with a mask that compares positions by `{t.op}`: it tells the token itself from earlier ones"
     return None if _is_causal(walk, attend) else "without a causal mask"
+
+
+def _hides_itself(t: Tensor) -> bool:
+    """Is it `key < query` or `key >= query` on plain positions? Causal masks part at `<=` and `>`."""
+    if t.op not in ("lt", "le", "gt", "ge") or len(t.parents) != 2:
+        return False
+    left, right = t.parents
+    if not isinstance(left, Tensor) or not isinstance(right, Tensor) or not left.shape or not right.shape:
+        return False
+    if not (_positions(left) and _positions(right)):
+        return False
+    queries = [side.shape[-1].value == 1 for side in (left, right) if side.shape]
+    if queries == [True, False]:
+        return t.op in ("gt", "le")
+    return queries == [False, True] and t.op in ("lt", "ge")
+
+
+def _positions(t: Tensor) -> bool:
+    """Token positions counted from 0, rearranged only."""
+    root = root_of(t)
+    if root is None or root.op == "input:position_ids":
+        return root is not None
+    starts = [p for p in root.parents if p != Const(None)]
+    return root.op == "arange" and (len(starts) == 1 or (len(starts) > 1 and starts[0] == Const(0)))
 
 
 def _diagonal(walk: Walk, t: Tensor) -> int | None:

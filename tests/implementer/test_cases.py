@@ -70,6 +70,8 @@ BIDIRECTIONAL = {
         "device=weights.device).triu()",
     ),
     "later start of a triangle": ("olmo2", "torch.triu(mask, diagonal=1)", "torch.triu(mask, diagonal=2)"),
+    "comparison that hides the token itself": ("gptoss", "kv_idx <= q_idx}", "kv_idx < q_idx}"),
+    "the same as what is hidden": ("exaone4", "hidden = kv_pos > q_pos", "hidden = kv_pos >= q_pos"),
     "in place": ("glm4_moe", "forward_metadata.attention_mask[:q_len, :q_len], float", "attn_mask != 0, float"),
 }
 
