@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import replace
+from typing import Any
 
 from kvskill.analyzer.data import load_yaml
 from kvskill.analyzer.modeling.facts import AttentionFacts, Binding, Seam
@@ -25,7 +26,17 @@ from kvskill.implementer.textops import (
     whole_removal,
 )
 
-__all__ = ["convert_mla", "leftover_caches", "splits"]
+__all__ = [
+    "ABSORBED",
+    "METHOD",
+    "absorb_context",
+    "convert_mla",
+    "fits",
+    "leftover_caches",
+    "one_head",
+    "size_context",
+    "splits",
+]
 
 ABSORBED = ("absorbed_k", "absorbed_v")  # attributes that hold the two halves of the up projection
 METHOD = "split_up_projection"
@@ -43,7 +54,7 @@ def convert_mla(ctx: Context, facts: AttentionFacts, meta: str, meta_twin: str =
     """
     mla = facts.mla
     assert mla is not None
-    if not _fits(ctx, facts, mla):
+    if not fits(ctx, facts, mla):
         return
     fused = mla.fused if ctx.manifest.overrides.mla_cache != "nd" else None
     if fused is None and mla.only_fused:
@@ -81,7 +92,7 @@ def convert_mla(ctx: Context, facts: AttentionFacts, meta: str, meta_twin: str =
     _drop_init_cache(ctx, mla)
 
 
-def _fits(ctx: Context, facts: AttentionFacts, mla: MlaFacts) -> bool:
+def fits(ctx: Context, facts: AttentionFacts, mla: MlaFacts) -> bool:
     """The operator's sizes and what absorption needs; each miss is a refusal."""
     limits = limits_for(ctx.manifest.target.torch_npu)
     v = mla.values
@@ -186,20 +197,13 @@ def _replace(
         fused=fused,
         meta=meta,
         key=f"{me}.attn_type",
-        me=me,
         torch=torch,
-        up=mla.up,
-        heads=seam.heads_expr,
-        rank=mla.rank,
-        nope=mla.nope,
-        rope=mla.rope,
-        v=mla.v,
+        **size_context(facts, mla),
         absorbed_k=(mla.halves or ABSORBED)[0],
         absorbed_v=(mla.halves or ABSORBED)[1],
         halves=mla.halves is not None,
         absorbed=mla.absorbed,
         phase=mla.phase,
-        scale=seam.scale_expr,
         host_lists="actual_seq_lengths_list_kv" in ctx.manifest.target.forward_metadata_fields,
         graph_test=_graph_test(ctx, facts),
         torchair=ctx.module_name(file, "torchair") or "torchair",
@@ -232,11 +236,44 @@ def names_in(expr: str) -> set[str]:
 
 
 def _rows(binding: Binding, dim: str) -> str:
-    """A one-head value as contiguous [T, 1, dim]; of copies along the head axis, the first."""
-    if binding.copies:
-        first = {"BSND": "[:, :, :1]", "BNSD": "[:, :1]", "TND": "[:, :1]", "NTD": "[:1]"}[binding.layout]
-        binding = replace(binding, name=binding.name + first, copies=False)
-    return to_tnd(binding, "1", dim)
+    """A one-head value as contiguous [T, 1, dim]."""
+    return to_tnd(one_head(binding), "1", dim)
+
+
+def one_head(binding: Binding) -> Binding:
+    """The part that all heads share: of copies along the head axis, the first."""
+    if not binding.copies:
+        return binding
+    first = {"BSND": "[:, :, :1]", "BNSD": "[:, :1]", "TND": "[:, :1]", "NTD": "[:1]"}[binding.layout]
+    return replace(binding, name=binding.name + first, copies=False)
+
+
+def size_context(facts: AttentionFacts, mla: MlaFacts) -> dict[str, Any]:
+    """What the attend templates of both deployments read of the sizes and the projections."""
+    seam = facts.seam
+    return {
+        "me": seam.self_name,
+        "up": mla.up,
+        "heads": seam.heads_expr,
+        "rank": mla.rank,
+        "nope": mla.nope,
+        "rope": mla.rope,
+        "v": mla.v,
+        "scale": seam.scale_expr,
+    }
+
+
+def absorb_context(facts: AttentionFacts, mla: MlaFacts, me: str) -> dict[str, Any]:
+    """What the absorb templates of both deployments read; `me` is what `__init__` calls the object."""
+    sizes = {"heads": facts.seam.heads_expr, "rank": mla.rank, "nope": mla.nope, "v": mla.v}
+    return {
+        "me": me,
+        "method": METHOD,
+        "up": mla.up,
+        "absorbed_k": ABSORBED[0],
+        "absorbed_v": ABSORBED[1],
+        **{name: _own(expr, facts, me) for name, expr in sizes.items()},
+    }
 
 
 def _rebound(func: ast.FunctionDef, fused: FusedWrite, anchor: ast.stmt) -> bool:
@@ -288,22 +325,7 @@ def _declare(ctx: Context, facts: AttentionFacts, mla: MlaFacts) -> None:
     )
     ctx.imports.setdefault(owner.file.shown, set()).add("CacheEntry")
     edits = ctx.edit_set(owner.file)
-    method = (
-        ""
-        if not splits(mla)
-        else render(
-            "framework/mla_absorb",
-            me=me,
-            method=METHOD,
-            up=mla.up,
-            heads=_own(facts.seam.heads_expr, facts, me),
-            rank=_own(mla.rank, facts, me),
-            nope=_own(mla.nope, facts, me),
-            v=_own(mla.v, facts, me),
-            absorbed_k=ABSORBED[0],
-            absorbed_v=ABSORBED[1],
-        )
-    )
+    method = render("framework/mla_absorb", **absorb_context(facts, mla, me)) if splits(mla) else ""
     unit = ctx.unit(init, owner.file)
     gone = _placeholders(init, me, {*mla.caches, *mla.tables} - set(CACHES))
     if facts.caches.unit is not None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 from kvskill.analyzer.modeling.facts import AttentionFacts
 from kvskill.implementer.framework.context import Context
-from kvskill.implementer.framework.mla import ABSORBED, METHOD, _fits
+from kvskill.implementer.framework.mla import ABSORBED, METHOD, absorb_context, fits, one_head, size_context
 from kvskill.implementer.render import render
 from kvskill.implementer.standalone.attention import cache_exprs, flat, put_back, rows_of, thread
 from kvskill.implementer.textops import insert_after, insert_before
@@ -23,14 +21,14 @@ def convert_latent(ctx: Context, facts: AttentionFacts) -> None:
     assert mla is not None
     file, func, me = seam.file, seam.func, seam.self_name
     torch = ctx.torch_name(file)
-    if torch is None or not _fits(ctx, facts, mla):
+    if torch is None or not fits(ctx, facts, mla):
         return
     caches, meta = cache_exprs(ctx, facts), thread(ctx, facts)
     parts = [
         flat(ctx, seam, mla.q_nope, seam.heads_expr, mla.nope),
         flat(ctx, seam, mla.q_rope, seam.heads_expr, mla.rope),
-        flat(ctx, seam, mla.latent, "1", mla.rank),
-        flat(ctx, seam, mla.k_rope, "1", mla.rope),
+        flat(ctx, seam, one_head(mla.latent), "1", mla.rank),
+        flat(ctx, seam, one_head(mla.k_rope), "1", mla.rope),
     ]
     rows, after = rows_of(ctx, seam, mla.q_nope), put_back(ctx, seam)
     if caches is None or meta is None or rows is None or after is None or None in parts:
@@ -50,18 +48,11 @@ def convert_latent(ctx: Context, facts: AttentionFacts) -> None:
         nope_cache=caches[0],
         rope_cache=caches[1],
         meta=meta,
-        me=me,
         torch=torch,
-        up=mla.up,
-        heads=seam.heads_expr,
-        rank=mla.rank,
-        nope=mla.nope,
-        rope=mla.rope,
-        v=mla.v,
+        **size_context(facts, mla),
         method=METHOD,
         absorbed_k=ABSORBED[0],
         absorbed_v=ABSORBED[1],
-        scale=seam.scale_expr,
         out={"name": seam.out.name},
         after=after,
         extra=seam.extra if seam.extra != "_" else "",
@@ -94,25 +85,9 @@ def _declare(ctx: Context, facts: AttentionFacts) -> None:
     torch = ctx.torch_name(owner.file)
     if torch is None:
         return
-
-    def own(expr: str) -> str:
-        return re.sub(rf"\b{re.escape(facts.seam.self_name)}\.", f"{me}.", expr)
-
     lines = "# halves of the up projection, filled before the first prompt\n"
     lines += f"{me}.{ABSORBED[0]} = {me}.{ABSORBED[1]} = None\n"
-    method = render(
-        "standalone/latent_absorb",
-        me=me,
-        torch=torch,
-        method=METHOD,
-        up=mla.up,
-        heads=own(facts.seam.heads_expr),
-        rank=own(mla.rank),
-        nope=own(mla.nope),
-        v=own(mla.v),
-        absorbed_k=ABSORBED[0],
-        absorbed_v=ABSORBED[1],
-    )
+    method = render("standalone/latent_absorb", torch=torch, **absorb_context(facts, mla, me))
     edits, unit = ctx.edit_set(owner.file), ctx.unit(init, owner.file)
     insert_after(edits, init.body[-1], lines, "absorbed weights", unit)
     insert_after(edits, init, "\n" + method, "absorbed weights", unit)

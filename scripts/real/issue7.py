@@ -95,14 +95,18 @@ def cache_length_no_multiple(context: Any) -> str:
     return _agrees(report)
 
 
-def dense_without_hf(context: Any) -> str:
-    """Another runner of this form, which transformers does not know: weights by name, against its before-state."""
-    python = context.old_transformers()
-    tree = context.copy("72e87ab", DENSE)
-    model = tree / "models" / DENSE
+def _unseen(context: Any, commit: str, name: str) -> dict[str, Any]:
+    """Verify a standalone folder of a commit, converted as it is."""
+    model = context.copy(commit, name) / "models" / name
     context.kvskill("analyze", model)
     context.kvskill("apply", model)
-    report = context.verify(model, "--python", python)
+    report: dict[str, Any] = context.verify(model, "--python", context.old_transformers())
+    return report
+
+
+def dense_without_hf(context: Any) -> str:
+    """Another runner of this form, which transformers does not know: weights by name, against its before-state."""
+    report = _unseen(context, "72e87ab", DENSE)
     assert {c["oracle"] for c in report["comparisons"]} == {"old, right"}
     return _agrees(report)
 
@@ -112,12 +116,7 @@ def sinks_and_windows(context: Any) -> str:
 
     Its before-state is not, once a prompt reaches the window.
     """
-    python = context.old_transformers()
-    tree = context.copy("6d83aeb", SINKS)
-    model = tree / "models" / SINKS
-    context.kvskill("analyze", model)
-    context.kvskill("apply", model)
-    report = context.verify(model, "--python", python)
+    report = _unseen(context, "6d83aeb", SINKS)
     assert all(c["ok"] for c in report["comparisons"] if c["oracle"].startswith("HF") or c["prompt"] < 100)
     assert {f["code"] for f in report["findings"]} == {"KV421"}
     return f"worst against HF {max(c['relative'] for c in report['comparisons'] if c['oracle'] == 'HF, right'):.1e}"
