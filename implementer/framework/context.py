@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from kvskill.analyzer.modeling.facts import ModelFacts, Seam
 from kvskill.analyzer.modeling.values import External, Frame, Func
@@ -106,9 +107,20 @@ class Context:
 
     def frames_of(self, func: ast.FunctionDef) -> list[Frame]:
         """Activations of a function in both runs."""
-        out: list[Frame] = []
-        for run in (self.facts.prefill, self.facts.decode):
-            if run is not None:
-                out.extend(f for f in run.walk.frames if f.func is func)
+        return [f for f in self.frames if f.func is func]
+
+    @cached_property
+    def frames(self) -> tuple[Frame, ...]:
+        """All activations, prefill before decode."""
+        runs = (self.facts.prefill, self.facts.decode)
+        return tuple(f for run in runs if run is not None for f in run.walk.frames)
+
+    @cached_property
+    def frames_by_call(self) -> dict[int, list[Frame]]:
+        """Activations by the node (its id) of the call that made them."""
+        out: dict[int, list[Frame]] = {}
+        for frame in self.frames:
+            if isinstance(frame.call, ast.Call):
+                out.setdefault(id(frame.call), []).append(frame)
         return out
 

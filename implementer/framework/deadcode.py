@@ -336,13 +336,7 @@ def _callees_agree(ctx: Context, frames: list[Frame], name: str) -> bool:
     """Every function that one of these calls may reach is the one that loses the parameter."""
     func = frames[0].func
     calls = {id(f.call) for f in frames}
-    for run in (ctx.facts.prefill, ctx.facts.decode):
-        if run is None:
-            continue
-        for frame in run.walk.frames:
-            if id(frame.call) in calls and frame.func is not func:
-                return False
-    return True
+    return all(frame.func is func for frame in ctx.frames if id(frame.call) in calls)
 
 
 def _passed_plainly(frames: list[Frame], name: str, node: ast.FunctionDef) -> bool:

@@ -34,16 +34,10 @@ def drop_fields(ctx: Context) -> bool:
     return changed
 
 
-def _frames(ctx: Context) -> Iterator[Frame]:
-    for run in (ctx.facts.prefill, ctx.facts.decode):
-        if run is not None:
-            yield from run.walk.frames
-
-
 def _constructions(ctx: Context) -> Iterator[tuple[Frame, ast.Call, ClassVal]]:
     """Calls that make an object of a dataclass of the files."""
     seen: set[int] = set()
-    for frame in _frames(ctx):
+    for frame in ctx.frames:
         if not isinstance(frame.func, ast.FunctionDef):
             continue
         for node in ast.walk(frame.func):
@@ -120,7 +114,7 @@ def _dead_functions(ctx: Context, gone: set[int]) -> set[ast.FunctionDef]:
     """Functions that were only called from code that goes."""
     ran: set[ast.FunctionDef] = set()
     alive: set[ast.FunctionDef] = set()
-    for frame in _frames(ctx):
+    for frame in ctx.frames:
         if isinstance(frame.func, ast.FunctionDef):
             ran.add(frame.func)
             above = frame.chain()

@@ -20,10 +20,9 @@ def dead_returns(ctx: Context, reads: Reads) -> bool:
     """`a, b = f(x)` with b read by no caller: f returns None there, and what it computed b from is free."""
     changed = False
     calls: dict[int, list[Frame]] = {}
-    for run in (ctx.facts.prefill, ctx.facts.decode):
-        for frame in run.walk.frames if run is not None else ():
-            if isinstance(frame.func, ast.FunctionDef) and frame.parent is not None:
-                calls.setdefault(id(frame.func), []).append(frame)
+    for frame in ctx.frames:
+        if isinstance(frame.func, ast.FunctionDef) and frame.parent is not None:
+            calls.setdefault(id(frame.func), []).append(frame)
     for frames in calls.values():
         dead: set[int] | None = None
         for frame in frames:
@@ -77,13 +76,11 @@ def _return_none(ctx: Context, frame: Frame, dead: set[int]) -> bool:
 
 def dead_entries(ctx: Context, reads: Reads, dropped: set[tuple[int, str]]) -> bool:
     """`fn(**kwargs)` with a dict written beside it: entries that none of the functions reads go."""
-    calls: dict[int, list[Frame]] = {}
-    for run in (ctx.facts.prefill, ctx.facts.decode):
-        for frame in run.walk.frames if run is not None else ():
-            if isinstance(frame.call, ast.Call) and isinstance(frame.func, ast.FunctionDef):
-                calls.setdefault(id(frame.call), []).append(frame)
     changed = False
-    for frames in calls.values():
+    for made in ctx.frames_by_call.values():
+        frames = [f for f in made if isinstance(f.func, ast.FunctionDef)]
+        if not frames:
+            continue
         entries = _dict_argument(frames[0])
         if entries is None:
             continue

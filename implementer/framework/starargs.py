@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from kvskill.analyzer.modeling.values import Frame, Func
+from kvskill.analyzer.modeling.values import Func
 from kvskill.implementer.framework.calls import drop_argument
 from kvskill.implementer.framework.context import Context
 from kvskill.implementer.textops import names_read
@@ -18,7 +18,7 @@ def drop_starred(ctx: Context, names: set[str]) -> bool:
     `names` are those of parameters that were dropped: an argument that was dead before is not ours to remove.
     """
     changed = False
-    for frame in _frames(ctx):
+    for frame in ctx.frames:
         call, parent = frame.call, frame.parent
         if not isinstance(call, ast.Call) or parent is None or not isinstance(parent.func, ast.FunctionDef):
             continue
@@ -36,18 +36,13 @@ def drop_starred(ctx: Context, names: set[str]) -> bool:
     return changed
 
 
-def _frames(ctx: Context) -> list[Frame]:
-    return [f for run in (ctx.facts.prefill, ctx.facts.decode) if run is not None for f in run.walk.frames]
-
-
 def _targets(ctx: Context, call: ast.Call) -> list[ast.FunctionDef | None]:
     """The functions that a call reached; [None] for a call that was not followed."""
     found: list[ast.FunctionDef | None] = []
-    for frame in _frames(ctx):
-        if frame.call is call:
-            func = frame.func if isinstance(frame.func, ast.FunctionDef) else None
-            if func not in found:
-                found.append(func)
+    for frame in ctx.frames_by_call.get(id(call), ()):
+        func = frame.func if isinstance(frame.func, ast.FunctionDef) else None
+        if func not in found:
+            found.append(func)
     return found or [None]
 
 
