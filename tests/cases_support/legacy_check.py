@@ -245,7 +245,11 @@ def drive(model: Any, infer_config: Any, tokens: torch.Tensor, prompt: int) -> t
 
 
 def worker(rank: int, world: int, case: Case, weights: str, era: str, runs: list[Any], out: str) -> None:
-    """One rank; rank 0 writes its logit rows to `out`."""
+    """One rank; rank 0 writes its logit rows to `out`.
+
+    A rank of several ends without teardown: what a process group does there (threads, its store's file) may abort a
+    rank whose rows are complete.
+    """
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)  # transformers 5 on older config spellings
     if world > 1:
@@ -257,7 +261,21 @@ def worker(rank: int, world: int, case: Case, weights: str, era: str, runs: list
     if rank == 0:
         torch.save(rows, out)
     if world > 1:
-        dist.destroy_process_group()
+        dist.barrier()  # no rank leaves while another still communicates
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def spawn(world: int, arguments: tuple[Any, ...]) -> None:
+    """Run the ranks; a rank that a signal ended (gloo aborts now and then on a busy machine) is given one more try."""
+    try:
+        mp.spawn(worker, arguments, nprocs=world)
+    except mp.ProcessExitedException as error:
+        if error.signal_name is None:
+            raise
+        print(f"once more, since {error}", file=sys.stderr, flush=True)
+        Path(f"{arguments[-1]}.rendezvous").unlink(missing_ok=True)
+        mp.spawn(worker, arguments, nprocs=world)
 
 
 def check(case: Case, world: int, era: str) -> dict[str, Any]:
@@ -275,7 +293,7 @@ def check(case: Case, world: int, era: str) -> dict[str, Any]:
         if world == 1:
             worker(0, 1, case, temporary, era, runs, out)
         else:
-            mp.spawn(worker, (world, case, temporary, era, runs, out), nprocs=world)
+            spawn(world, (world, case, temporary, era, runs, out))
         got = torch.load(out)
     worst, late = 0.0, 0.0
     agreed = True

@@ -98,6 +98,8 @@ def legacy_results() -> dict[tuple[str, int], dict[str, Any]]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
         assert done.stdout.strip(), done.stderr[-3000:]
         for result in json.loads(done.stdout.strip().splitlines()[-1]):
+            if "error" in result:
+                result["stderr"] = done.stderr[-3000:]
             results[result["case"], width] = result
     return results
 
