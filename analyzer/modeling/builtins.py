@@ -684,7 +684,7 @@ def _convert(walk: Walk, name: str, args: list[Value]) -> Value:
         known = walk.truth(value)
         return Const(known) if known is not None else Bool("bool")
     if isinstance(value, Tensor):
-        return Scalar(f"<item:{id(value)}>", fresh())
+        return walk.measure(value)
     return Unknown(name, (value,))
 
 
@@ -698,7 +698,10 @@ def call_method(
 ) -> Value:
     """Methods of tensors, containers, nn.Module and objects of outside classes."""
     if isinstance(obj, Tensor):
-        return _tensor_method(walk, node, obj, name, args, kwargs)
+        result_t = _tensor_method(walk, node, obj, name, args, kwargs)
+        if isinstance(result_t, Tensor) and result_t.node is node:
+            result_t.attrs.setdefault("given", ((obj, *args), kwargs))
+        return result_t
     if isinstance(obj, (Dict_,)):
         return _dict_method(walk, obj, name, args)
     if isinstance(obj, Tup):
@@ -858,7 +861,7 @@ def _tensor_method(
             return Const(1)
         return _dim_value(product(t.shape)) if t.shape is not None else Unknown("numel")
     if name in ("item", "tolist"):
-        value = Scalar(f"<item:{id(t)}>", fresh()) if name == "item" else Unknown("tolist", (t,))
+        value = walk.measure(t) if name == "item" else Unknown("tolist", (t,))
         walk.record_call(f"tensor.{name}", node, [t, *args], kwargs, value)
         return value
     if name == "is_contiguous":

@@ -74,6 +74,8 @@ def call_external(walk: Walk, name: str, args: list[Value], kwargs: dict[str, Va
         walk.record_call(op, node, args, kwargs, result)
         return result
     result = _dispatch(walk, op, args, kwargs, node)
+    if isinstance(result, Tensor) and result.node is node:
+        result.attrs.setdefault("given", (tuple(args), kwargs))
     walk.record_call(op, node, args, kwargs, result)
     return result
 

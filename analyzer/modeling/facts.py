@@ -61,6 +61,7 @@ class Window:
     expr: str
     attr: str | None
     per_layer: tuple[int | None, ...]
+    differs: str = ""  # how the Legacy code's own mask differs from this window, in words
 
     @property
     def sliding(self) -> Literal["always", "some"]:

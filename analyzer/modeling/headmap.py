@@ -227,7 +227,5 @@ def _einsum_pairs(equation: str, left: Heads, right: Heads) -> list[tuple[int, i
     out = []
     for at in cells(*(range(sizes[c]) for c in letters)):
         place = dict(zip(letters, at, strict=True))
-        out.append(
-            (left.at([place.get(c, 0) for c in terms[0]]), right.at([place.get(c, 0) for c in terms[1]]))
-        )
+        out.append((left.at([place.get(c, 0) for c in terms[0]]), right.at([place.get(c, 0) for c in terms[1]])))
     return out

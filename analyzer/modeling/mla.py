@@ -15,12 +15,10 @@ from kvskill.analyzer.modeling.facts import Binding, Seam
 from kvskill.analyzer.modeling.mla_parts import Fingerprint, Parts, fingerprint, parts_of, sum_of_products
 from kvskill.analyzer.modeling.mla_rope import FusedWrite, fused_write
 from kvskill.analyzer.modeling.operators import argument
+from kvskill.analyzer.modeling.reps import RepRun, Write, mask_doubt
 from kvskill.analyzer.modeling.run import submodules
-from kvskill.analyzer.modeling.scores import causal_doubt
 from kvskill.analyzer.modeling.seam import (
-    RepRun,
     SeamError,
-    Write,
     _axes,
     _binding,
     _common_frames,
@@ -232,9 +230,9 @@ def _check(reps: list[RepRun], file: SourceFile, node: ast.AST) -> None:
             where = bad.where.frame.file if bad.where is not None and bad.where.frame is not None else file
             fact = f"The fused attention operator cannot express {bad.what}."
             raise _fail(where, bad.node, bad.code, fact, "Keep the Legacy cache for this model, or remove it.")
-        doubt = causal_doubt(rep.walk, attend) if phase == "prefill" else None
+        doubt = mask_doubt(rep)
         if doubt is not None:
-            fact = f"{name} attends {doubt} in prefill."
+            fact = f"{name} attends {doubt} in {phase}."
             raise _fail(file, attend.out.node or node, "KV299", fact, "Keep the Legacy cache, or mask later tokens.")
         if attend.sinks is not None or attend.windows:
             what = "attention sinks" if attend.sinks is not None else "a sliding window"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kvskill.analyzer.modeling.dims import Dim
 from kvskill.analyzer.modeling.operators import argument
+from kvskill.analyzer.modeling.reps import RepRun
 from kvskill.analyzer.modeling.scores import Attend
-from kvskill.analyzer.modeling.seam import RepRun
 from kvskill.analyzer.modeling.shapes import LAYOUT
 from kvskill.analyzer.modeling.trace import ancestors, chain, method_frame, root_of, tensor_parents
 from kvskill.analyzer.modeling.values import Const, ExtInstance, Frame, Instance, Tensor, Tup, Value

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from kvskill.analyzer.modeling.mla_parts import Fingerprint, Parts, slice_of
-from kvskill.analyzer.modeling.seam import RepRun
+from kvskill.analyzer.modeling.reps import RepRun
 from kvskill.analyzer.modeling.shapes import LAYOUT
 from kvskill.analyzer.modeling.trace import ancestors, chain, root_of, tensor_parents
 from kvskill.analyzer.modeling.values import Const, External, Frame, Instance, Scalar, Tensor, Tup, Value

@@ -10,11 +10,12 @@ from typing import Any
 from kvskill.analyzer.modeling.facts import AttentionFacts, CacheDecl, ModelFacts, Seam, State
 from kvskill.analyzer.modeling.mla import find_mla
 from kvskill.analyzer.modeling.program import Program, load_program, source_files
+from kvskill.analyzer.modeling.reps import phase_reps
 from kvskill.analyzer.modeling.run import Form, Phase, Run, draft_class, run_model, submodules
-from kvskill.analyzer.modeling.seam import SeamError, find_seam, phase_reps
+from kvskill.analyzer.modeling.seam import SeamError, find_seam
 from kvskill.analyzer.modeling.settings import settings_of
 from kvskill.analyzer.modeling.values import ClassVal, Frame, Instance, Tensor
-from kvskill.analyzer.modeling.window import find_window
+from kvskill.analyzer.modeling.window import find_window, window_notes
 from kvskill.diagnostics import Diagnostic, InputError, Severity, Span
 
 __all__ = ["entry_class", "read_model"]
@@ -57,7 +58,7 @@ def read_program(
     decode = run_model(program, top, config, "decode", form)
     found = _understand(program, top, config, form, prefill, decode)
     draft = draft_class(program, top, config)
-    if draft is None or not found.attentions or found.findings:
+    if draft is None or not found.attentions or any(f.severity is Severity.BLOCKING for f in found.findings):
         return found
     # the drafting model runs through the same code: what is read of it must hold for both
     runs = [run_model(program, top, config, phase, form, draft=draft) for phase in _PHASES]
@@ -80,6 +81,7 @@ def _understand(
             facts.append(_attention(cls, mine, prefill, decode, config))
         except SeamError as exc:
             findings.append(exc.finding)
+    findings.extend(window_notes(facts))
     layers = [f for f in prefill.walk.frames if f.self_ in owners and f.parent is not None]
     layer_cls, model_cls = _containers(layers[0] if layers else None)
     return ModelFacts(
@@ -227,7 +229,7 @@ def _shape_findings(run: Run) -> list[Diagnostic]:
 def _attention(
     cls: ClassVal, mine: list[Instance], prefill: Run, decode: Run, config: Mapping[str, Any]
 ) -> AttentionFacts:
-    reps = phase_reps(mine, prefill, decode)
+    reps = phase_reps(mine, prefill, decode, config)
     if not reps:
         raise SeamError(_no_attention(cls))
     latent = find_mla(mine, reps)

@@ -114,6 +114,7 @@ class Attend:
     kv_heads: Value | None = None
     bad: list[Bad] = field(default_factory=list)
     scores: Tensor | None = None  # the product of queries and keys, where the code writes it out
+    logits: Tensor | None = None  # what the softmax is taken of
 
 
 def find_attends(walk: Walk) -> list[Attend]:
@@ -214,7 +215,7 @@ def _eager(walk: Walk, pv: Tensor) -> Attend | None:
     pair = tensor_parents(qk)
     if len(pair) < 2:
         return None
-    out.q, out.k, out.scores = pair[-2], pair[-1], qk
+    out.q, out.k, out.scores, out.logits = pair[-2], pair[-1], qk, scores
     out.causal = Const(bool(out.masks))
     return out
 

@@ -7,16 +7,14 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from kvskill.analyzer.modeling.builtins import inplace_source
 from kvskill.analyzer.modeling.dims import Dim, const
 from kvskill.analyzer.modeling.facts import Binding, Seam
 from kvskill.analyzer.modeling.headmap import wrong_pairs
-from kvskill.analyzer.modeling.held import HELD, cache_root
-from kvskill.analyzer.modeling.operators import WRITE_OPS, argument
-from kvskill.analyzer.modeling.run import Run, submodules
-from kvskill.analyzer.modeling.scores import Attend, causal_doubt, find_attends
+from kvskill.analyzer.modeling.held import HELD
+from kvskill.analyzer.modeling.reps import RepRun, Write, mask_doubt
+from kvskill.analyzer.modeling.scores import Attend
 from kvskill.analyzer.modeling.shapes import LAYOUT
 from kvskill.analyzer.modeling.trace import (
     between,
@@ -35,7 +33,7 @@ from kvskill.source import SourceFile
 
 _PADDED = LAYOUT | {"filled"}  # packed tokens written into a padded buffer
 
-__all__ = ["RepRun", "SeamError", "Write", "find_seam", "phase_reps", "rep_runs"]
+__all__ = ["SeamError", "find_seam"]
 
 
 class SeamError(Exception):
@@ -44,79 +42,6 @@ class SeamError(Exception):
     def __init__(self, finding: Diagnostic) -> None:
         super().__init__(str(finding))
         self.finding = finding
-
-
-@dataclass(eq=False)
-class Write:
-    """One write of fresh K or V into a cache."""
-
-    cache: Tensor
-    value: Tensor
-    frame: Frame
-    stmt: ast.stmt | None
-    node: ast.AST
-
-
-@dataclass(eq=False)
-class RepRun:
-    """What one attention object did in one run."""
-
-    run: Run
-    inst: Instance
-    writes: list[Write]
-    attends: list[Attend]
-
-    @property
-    def walk(self) -> Walk:
-        return self.run.walk
-
-
-def rep_runs(run: Run, inst: Instance) -> RepRun:
-    """Collect the writes and attends of `inst` in a run."""
-    walk = run.walk
-    writes: list[Write] = []
-    for call in walk.calls:
-        if method_frame(call.frame, inst) is None:
-            continue
-        if call.name.startswith("tensor."):
-            source, _ = inplace_source(call.name[len("tensor.") :], call.args[1:], call.kwargs)
-            cache = cache_root(call.args[0]) if source is not None else None
-            if cache is not None and isinstance(source, Tensor):
-                writes.append(Write(cache, source, call.frame, call.stmt, call.node))
-            continue
-        if call.name not in WRITE_OPS:
-            continue
-        cache = cache_root(argument(call.name, call.args, call.kwargs, "input"))
-        value = argument(call.name, call.args, call.kwargs, "updates")
-        if cache is not None and isinstance(value, Tensor):
-            writes.append(Write(cache, value, call.frame, call.stmt, call.node))
-    for node, frame, obj, value in walk.item_writes:
-        cache = cache_root(obj)
-        if cache is not None and isinstance(value, Tensor) and method_frame(frame, inst) is not None:
-            stmt = _frame_stmt(frame, node)
-            writes.append(Write(cache, value, frame, stmt, node))
-    attends = [a for a in find_attends(walk) if method_frame(a.out.frame, inst) is not None]
-    return RepRun(run, inst, writes, attends)
-
-
-def phase_reps(mine: list[Instance], prefill: Run, decode: Run) -> list[RepRun]:
-    """Both phases of each object that the prefill enters (layers of one kind are walked once), one after the other."""
-    paths = {m.path for m in mine}
-    twins = {m.path: m for m in submodules(decode.root) if m.path in paths}
-    reps: list[RepRun] = []
-    for inst in mine:
-        if any(f.self_ is inst for f in prefill.walk.frames):
-            reps.append(rep_runs(prefill, inst))
-            reps.append(rep_runs(decode, twins[inst.path]))
-    return reps
-
-
-def _frame_stmt(frame: Frame, node: ast.AST) -> ast.stmt | None:
-    if isinstance(frame.func, ast.FunctionDef):
-        for stmt in ast.walk(frame.func):
-            if isinstance(stmt, (ast.Assign, ast.AugAssign)) and any(n is node for n in ast.walk(stmt)):
-                return stmt
-    return None
 
 
 def _fail(file: SourceFile, node: ast.AST | None, code: str, fact: str, todo: str) -> SeamError:
@@ -316,9 +241,9 @@ def _check_parts(rep: RepRun, file: SourceFile, node: ast.AST) -> None:
         where_file = bad.where.frame.file if bad.where is not None and bad.where.frame is not None else file
         fact = f"The fused attention operator cannot express {bad.what}."
         raise _fail(where_file, bad.node, bad.code, fact, "Keep the Legacy cache for this model, or remove it.")
-    doubt = causal_doubt(rep.walk, rep.attends[0]) if phase == "prefill" else None
+    doubt = mask_doubt(rep)
     if doubt is not None:
-        fact = f"{name} attends {doubt} in prefill."
+        fact = f"{name} attends {doubt} in {phase}."
         where = rep.attends[0].out.node or node
         raise _fail(file, where, "KV299", fact, "Keep the Legacy cache, or mask later tokens.")
     caches = {w.cache.attrs.get("name") for w in rep.writes}

@@ -135,6 +135,7 @@ class Walk:
     dim_env: dict[str, int] = field(default_factory=dict)
     dim_alias: dict[str, Dim] = field(default_factory=dict)
     exact: dict[str, tuple[Dim, Dim]] = field(default_factory=dict)  # quotients without remainder
+    measured: dict[str, Tensor] = field(default_factory=dict)  # sizes that are numbers in a tensor
     problems: list[Problem] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     tests: list[Test] = field(default_factory=list)
@@ -208,6 +209,12 @@ class Walk:
         )
         self.tensors.append(out)
         return out
+
+    def measure(self, t: Tensor) -> Scalar:
+        """The number in a tensor of one element: not known, but it is remembered whose it is."""
+        dim = fresh()
+        self.measured[next(iter(dim.atoms))] = t
+        return Scalar(f"<item:{id(t)}>", dim)
 
     def quotient(self, total: Dim, rest: Dim) -> Dim:
         """`total // rest`, exact where possible; a quotient of settings stays an atom that remembers its value.

@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from kvskill.analyzer.modeling.facts import Window
-from kvskill.analyzer.modeling.seam import RepRun
+from kvskill.analyzer.modeling.facts import AttentionFacts, Window
 from kvskill.analyzer.modeling.values import Const, Instance, Ref, Scalar, Value
 from kvskill.analyzer.modeling.walk import MISSING, Walk
+from kvskill.diagnostics import Diagnostic, Severity
 
-__all__ = ["find_window", "window_of"]
+if TYPE_CHECKING:
+    from kvskill.analyzer.modeling.reps import RepRun
+
+__all__ = ["find_window", "window_notes", "window_of", "window_sizes"]
+
+
+def window_sizes(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Sizes that a configuration gives a window or a chunk."""
+    named = (v for k, v in config.items() if "window" in k or "chunk" in k)
+    return tuple(sorted({v for v in named if isinstance(v, int) and not isinstance(v, bool)}))
+
+
+def _shown(rep: RepRun) -> int | None:
+    """Keys that the evaluated mask shows to a query, 0 for all; None where it was not evaluated."""
+    seen = rep.visible
+    return (seen.window or 0) if seen is not None and seen.whole and seen.doubt is None else None
 
 
 def window_of(rep: RepRun) -> set[int]:
-    """Window sizes (keys) that enter the masks or the call of one object; empty means full attention."""
+    """Window sizes (keys) that the masks show, or that enter them or the call; empty means full attention."""
+    shown = _shown(rep)
+    if shown is not None:
+        return {shown} if shown else set()
     out: set[int] = set()
     for attend in rep.attends:
         for value in attend.windows:
@@ -31,6 +50,43 @@ def find_window(
 
     `layer_of` maps id(instance) to its layer index.
     """
+    window, doubt = _find_window(instances, reps, config, layer_of)
+    if window is None or doubt is not None:
+        return window, doubt
+    return replace(window, differs=_differs(window, reps)), None
+
+
+def _differs(window: Window, reps: list[RepRun]) -> str:
+    """How evaluated masks differ from the window: one key more, or none in decode. Both are known slips of migrators,
+    and the configuration decides."""
+    size = next(w for w in window.per_layer if w)
+    late = {_shown(r) for r in reps if r.run.phase == "decode"}
+    early = {_shown(r) for r in reps if r.run.phase == "prefill"}
+    if size + 1 in early | late:
+        phases = " and ".join(p for p, s in (("prefill", early), ("decode", late)) if size + 1 in s)
+        return f"its mask shows {size + 1} keys in {phases}"
+    slides = any(early - {0, None}) and not any(late - {0, None}) and 0 in late
+    return "its mask in decode shows all keys" if slides and window.sliding == "always" else ""
+
+
+def window_notes(facts: list[AttentionFacts]) -> list[Diagnostic]:
+    """A warning for each class whose own mask differs from the window that the conversion keeps."""
+    out = []
+    for fact in facts:
+        if fact.window is not None and fact.window.differs:
+            size = next(w for w in fact.window.per_layer if w)
+            text = f"The window of {fact.cls.name} is {size} keys, but {fact.window.differs}."
+            todo = (
+                "The conversion shows the window's keys, as the original model does; past the window its logits differ "
+                "from the Legacy code's. Correct the Legacy mask, or compare with `verify --against hf`."
+            )
+            out.append(Diagnostic("KV167", Severity.WARNING, text, todo, fact.file.span(fact.cls.node)))
+    return out
+
+
+def _find_window(
+    instances: list[Instance], reps: list[RepRun], config: Mapping[str, Any], layer_of: Mapping[int, int]
+) -> tuple[Window | None, str | None]:
     used = {id(r.inst): window_of(r) for r in reps if r.run.phase == "prefill"}
     if not any(used.values()):
         late = {w for r in reps if r.run.phase == "decode" for w in window_of(r)}
@@ -38,14 +94,19 @@ def find_window(
     walk = reps[0].walk
     sizes = {w for ws in used.values() for w in ws}
     real = {int(v) for k, v in config.items() if isinstance(v, int) and "window" in k and not isinstance(v, bool)}
-    # `q - k <= W - 1` and `q - k < W` are one window
-    sizes = {w + 1 if w + 1 in real and w not in real else w for w in sizes}
-    picked = sizes & real if sizes & real else sizes
+    if any(_shown(r) is None for r in reps if r.run.phase == "prefill"):
+        # a number of the mask: `q - k <= W - 1` and `q - k < W` are one window
+        sizes = {w + 1 if w + 1 in real and w not in real else w for w in sizes}
+    else:
+        # one key more than configured: a slip that the configuration decides
+        sizes = {w - 1 if w - 1 in real and w not in real else w for w in sizes}
+    picked = sizes & real or sizes
     if len(picked) > 1:
         return None, f"it uses several window sizes ({sorted(picked)})"
     size = next(iter(picked))
     late = {w for r in reps if r.run.phase == "decode" for w in window_of(r)}
-    if any(abs(w - size) > 1 for w in late):
+    exact = {_shown(r) for r in reps if r.run.phase == "decode"} - {None, 0}
+    if any(abs(w - size) > 1 for w in late) or not exact <= {size, size + 1}:
         return None, f"prefill sees {size} keys and decode {sorted(late)}"
     windowed = {i: bool(ws) for i, ws in used.items()}
     for name in instances[0].attrs:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from kvskill.analyzer.modeling.facts import Seam
 from kvskill.analyzer.modeling.mla import MlaFacts, find_mla
 from kvskill.analyzer.modeling.mla_parts import Fingerprint, fingerprint
-from kvskill.analyzer.modeling.seam import RepRun, SeamError
+from kvskill.analyzer.modeling.reps import RepRun
+from kvskill.analyzer.modeling.seam import SeamError
 from kvskill.analyzer.modeling.trace import ancestors
 from kvskill.analyzer.modeling.values import Instance, Tensor
 from kvskill.diagnostics import Diagnostic, Severity

@@ -12,13 +12,14 @@ from kvskill.analyzer.modeling.mla import MlaFacts
 from kvskill.analyzer.modeling.operators import argument
 from kvskill.analyzer.modeling.program import Program
 from kvskill.analyzer.modeling.reader import entry_class
+from kvskill.analyzer.modeling.reps import RepRun, phase_reps
 from kvskill.analyzer.modeling.run import Run, submodules
-from kvskill.analyzer.modeling.seam import RepRun, SeamError, find_seam, phase_reps
+from kvskill.analyzer.modeling.seam import SeamError, find_seam
 from kvskill.analyzer.modeling.settings import settings_of
 from kvskill.analyzer.modeling.shapes import LAYOUT
 from kvskill.analyzer.modeling.trace import ancestors
 from kvskill.analyzer.modeling.values import ClassVal, Instance, Tensor, Value
-from kvskill.analyzer.modeling.window import find_window
+from kvskill.analyzer.modeling.window import find_window, window_notes
 from kvskill.analyzer.runner.files import folder_files
 from kvskill.analyzer.runner.latent import find_latent
 from kvskill.analyzer.runner.masks import mask_findings
@@ -74,6 +75,7 @@ def read_standalone(
             facts.append(_attention(cls, mine, prefill, decode, config))
         except SeamError as exc:
             findings.append(exc.finding)
+    findings.extend(window_notes(facts))
     return _with(base, tuple(facts), findings, "legacy")
 
 
@@ -114,7 +116,7 @@ def _writers(run: Run) -> list[Instance]:
 def _attention(
     cls: ClassVal, mine: list[Instance], prefill: Run, decode: Run, config: Mapping[str, Any]
 ) -> AttentionFacts:
-    reps = phase_reps(mine, prefill, decode)
+    reps = phase_reps(mine, prefill, decode, config)
     latent = find_latent(mine, reps)
     if latent is None:
         for rep in reps:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import shutil
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -81,11 +83,25 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Futu
         jobs[row.name] = _options(_mutant(tree, row), row.model, row.repeat, row.tp)
     runner = zygote.Zygote(tree, base)
     pool = ThreadPoolExecutor(3)
-    try:
-        yield {name: pool.submit(verify_model, options, runner.run) for name, options in jobs.items()}
-    finally:
-        pool.shutdown(cancel_futures=True)
-        runner.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ast, "parse", _one_at_a_time(ast.parse))
+        try:
+            yield {name: pool.submit(verify_model, options, runner.run) for name, options in jobs.items()}
+        finally:
+            pool.shutdown(cancel_futures=True)
+            runner.close()
+
+
+def _one_at_a_time(parse: Any) -> Any:
+    """CPython 3.11 keeps the recursion depth of `ast.parse` in one place for all threads, and raises SystemError when
+    two run at once: here those of the pool, and pytest's own where it shows a failure."""
+    lock = threading.RLock()
+
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return parse(*args, **kwargs)
+
+    return locked
 
 
 @pytest.mark.parametrize("model", [*MODELS, "gqa tp 2"])
