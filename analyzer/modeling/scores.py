@@ -11,7 +11,7 @@ from kvskill.analyzer.modeling.trace import ancestors, root_of, tensor_parents
 from kvskill.analyzer.modeling.values import Const, Dict_, Ref, Scalar, Tensor, Unknown, Value
 from kvskill.analyzer.modeling.walk import Call, Walk
 
-__all__ = ["Attend", "Bad", "causal_doubt", "find_attends"]
+__all__ = ["Attend", "Bad", "causal_doubt", "find_attends", "needs_given_mask"]
 
 _CAST = LAYOUT | {"nan_to_num"}
 _MASK_OPS = frozenset(
@@ -234,6 +234,15 @@ def causal_doubt(walk: Walk, attend: Attend) -> str | None:
         if _hides_itself(t):
             return f"with a mask that compares positions by `{t.op}`: it tells the token itself from earlier ones"
     return None if _is_causal(walk, attend) else "without a causal mask"
+
+
+def needs_given_mask(walk: Walk, attend: Attend) -> bool:
+    """Does the order of positions come from the mask that the model is handed, and from nothing else?"""
+    masks = list(attend.masks)
+    if attend.call is not None:
+        masks += [m for m in (attend.call.kwargs.get("atten_mask"),) if isinstance(m, Tensor)]
+    flag = attend.kind == "sdpa" and attend.causal not in (None, Const(False), Const(None))
+    return not flag and {t.op for t in _mask_parts(walk, masks)} & _ORDER == {"input:attention_mask"}
 
 
 def _hides_itself(t: Tensor) -> bool:

@@ -6,45 +6,115 @@ import ast
 from collections.abc import Iterable, Iterator
 
 from kvskill.analyzer.runner.files import Function, functions, leaf
-from kvskill.diagnostics import Diagnostic, Severity
+from kvskill.diagnostics import Diagnostic, Severity, Span
 from kvskill.source import SourceFile
 
 __all__ = ["mask_findings"]
 
 _PLAIN = {"tril": 0, "tril_": 0, "triu": 1, "triu_": 1}  # the diagonal of a plain causal mask
 _JOINING = ("logical_and", "logical_or", "logical_xor", "where", "masked_fill", "masked_fill_", "minimum", "maximum")
+_PUTS = ("fill_", "zero_", "copy_", "masked_fill_", "logical_not_", "index_fill_")
 _JOINS = (ast.BitAnd, ast.BitOr, ast.BitXor, ast.Mult, ast.Add, ast.Sub)
 _TODO = "Keep the cache as it is, or put the rule (a window, a prefix) into the model's attention, where it is read."
 
 
-def mask_findings(files: Iterable[SourceFile], walked: Iterable[ast.AST]) -> tuple[Diagnostic, ...]:
+def mask_findings(
+    files: Iterable[SourceFile], walked: Iterable[ast.AST], relying: Span | None = None
+) -> tuple[Diagnostic, ...]:
     """A blocking finding for each triangle outside the walked code that is not the plain causal one.
 
-    `walked`: functions of the model that were walked; what they do to a mask was read there.
+    `walked`: functions of the model that were walked; what they do to a mask was read there. `relying`: where a prefill
+    has no order of positions but the mask that it is handed; then a triangle must be there.
     """
     known = {id(n) for n in walked}
     files = list(files)
+    mine = [func for file in files for func in functions(file) if id(func.node) not in known]
+    flow = _Flow(mine)
     out = []
-    for file in files:
-        for func in functions(file):
-            if id(func.node) in known:
-                continue
-            made = list(_triangles(func))
-            for triangle in made:
-                call: ast.AST = triangle
-                if _combined(func, made):
-                    fact = "The runner joins a triangle with another mask, which may not be the plain causal one."
-                elif (write := _written(func, made, files)) is not None:
-                    call = write
-                    fact = "The runner changes a part of its triangle here; the mask is not the plain causal one."
-                elif not _plain(triangle):
-                    text = file.segment(triangle)[:80]
-                    fact = f"The runner builds a mask with `{text}`, which is not the plain causal one."
-                else:
-                    continue
-                out.append(Diagnostic("KV166", Severity.BLOCKING, fact, _TODO, file.span(call)))
-                break
+    for func in mine:
+        if not flow.names[id(func.node)] and not flow.made[id(func.node)]:
+            continue
+        call: ast.AST | None
+        if (call := _combined(func, flow)) is not None:
+            fact = "The runner joins a triangle with another mask, which may not be the plain causal one."
+        elif (call := _written(func, flow, files)) is not None:
+            fact = "The runner changes a part of its triangle here; the mask is not the plain causal one."
+        elif (call := next((t for t in flow.made[id(func.node)] if not _plain(t)), None)) is not None:
+            text = func.file.segment(call)[:80]
+            fact = f"The runner builds a mask with `{text}`, which is not the plain causal one."
+        else:
+            continue
+        out.append(Diagnostic("KV166", Severity.BLOCKING, fact, _TODO, func.file.span(call)))
+    if relying is not None and not any(flow.made.values()):
+        fact = "The prefill has no order of positions but in the mask that it is handed, and no triangle is made here."
+        out.append(Diagnostic("KV166", Severity.BLOCKING, fact, _TODO, relying))
     return tuple(out)
+
+
+class _Flow:
+    """Names that hold a triangle, or something made of one, in each function: through assignments, attributes, results
+    and arguments of calls within the folder."""
+
+    def __init__(self, funcs: list[Function]) -> None:
+        self.made = {id(f.node): list(_triangles(f)) for f in funcs}
+        self.names: dict[int, set[str]] = {id(f.node): set() for f in funcs}
+        self.attrs: set[str] = set()
+        self.returning: set[str] = set()
+        by_name: dict[str, list[Function]] = {}
+        for f in funcs:
+            by_name.setdefault(f.node.name, []).append(f)
+        before = -1
+        while (now := sum(map(len, self.names.values())) + len(self.attrs) + len(self.returning)) != before:
+            before = now
+            for f in funcs:
+                self._follow(f, by_name)
+
+    def _follow(self, func: Function, by_name: dict[str, list[Function]]) -> None:
+        names = self.names[id(func.node)]
+        for node in ast.walk(func.node):
+            if isinstance(node, ast.Assign) and self.holds(node.value, func):
+                for target in node.targets:
+                    if isinstance(target, ast.Name):
+                        names.add(target.id)
+                    elif isinstance(target, ast.Attribute):
+                        self.attrs.add(target.attr)
+            elif isinstance(node, ast.Return) and node.value is not None and self.holds(node.value, func):
+                self.returning.add(func.node.name)
+            elif isinstance(node, ast.Call):
+                for callee in by_name.get(leaf(node.func) or "", ()):
+                    self._pass(node, func, callee)
+
+    def _pass(self, call: ast.Call, func: Function, callee: Function) -> None:
+        """Arguments that hold a triangle make parameters that do."""
+        params = [a.arg for a in (*callee.node.args.posonlyargs, *callee.node.args.args)]
+        if callee.owner is not None and isinstance(call.func, ast.Attribute):
+            params = params[1:]
+        given = [*zip(params, call.args, strict=False), *((k.arg, k.value) for k in call.keywords)]
+        every = {*params, *(a.arg for a in callee.node.args.kwonlyargs)}
+        self.names[id(callee.node)] |= {n for n, value in given if n in every and self.holds(value, func)}
+
+    def holds(self, node: ast.expr, func: Function) -> bool:
+        """Is the value a triangle or made of one? A dict or an object that has one among others is not."""
+        made = self.made[id(func.node)]
+        todo: list[ast.AST] = [node]
+        while todo:
+            n = todo.pop()
+            if any(n is m for m in made) or (isinstance(n, ast.Name) and n.id in self.names[id(func.node)]):
+                return True
+            if isinstance(n, ast.Attribute) and n.attr in self.attrs:
+                return True
+            if isinstance(n, (ast.Dict, ast.Lambda)):
+                continue
+            if isinstance(n, ast.Call):
+                name = leaf(n.func) or ""
+                if name in self.returning:
+                    return True
+                if name[:1].isupper() or name == "dict":
+                    continue
+            if isinstance(n, ast.Attribute) and n.attr in ("shape", "device", "dtype"):
+                continue
+            todo.extend(ast.iter_child_nodes(n))
+        return False
 
 
 def _triangles(func: Function) -> Iterator[ast.Call]:
@@ -55,35 +125,22 @@ def _triangles(func: Function) -> Iterator[ast.Call]:
             yield node
 
 
-def _combined(func: Function, made: list[ast.Call]) -> bool:
-    """Is a triangle joined with another mask: something that is neither a number nor a dtype's limit?"""
-    names = _named(func, made)
+def _combined(func: Function, flow: _Flow) -> ast.AST | None:
+    """Where a triangle is joined with another mask: something that is neither a number nor a dtype's limit."""
     for node in ast.walk(func.node):
         name = leaf(node.func) or "" if isinstance(node, ast.Call) else ""
         parts: list[ast.expr] = []
         if isinstance(node, ast.BinOp) and isinstance(node.op, _JOINS):
             parts = [node.left, node.right]
+        elif isinstance(node, ast.AugAssign) and isinstance(node.op, _JOINS):
+            parts = [node.target, node.value]
         elif isinstance(node, ast.Call) and name in _JOINING:
             parts = [*node.args, *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
             parts = [p for p in parts if leaf(p) not in ("torch", "np")]
-        mine = [p for p in parts if _holds(p, made, names) and not _number(p)]
+        mine = [p for p in parts if flow.holds(p, func) and not _number(p)]
         if mine and (len(mine) > 1 or not all(_number(p) for p in parts if p not in mine)):
-            return True
-    return False
-
-
-def _named(func: Function, made: list[ast.Call]) -> set[str]:
-    """Names that hold a triangle, or something made of one."""
-    names: set[str] = set()
-    for _ in range(3):
-        for node in ast.walk(func.node):
-            if isinstance(node, ast.Assign) and _holds(node.value, made, names):
-                names |= {t.id for t in node.targets if isinstance(t, ast.Name)}
-    return names
-
-
-def _holds(node: ast.expr, made: list[ast.Call], names: set[str]) -> bool:
-    return any(any(n is m for m in made) or (isinstance(n, ast.Name) and n.id in names) for n in ast.walk(node))
+            return node
+    return None
 
 
 def _number(node: ast.expr) -> bool:
@@ -94,14 +151,15 @@ def _number(node: ast.expr) -> bool:
     return not any(isinstance(n, (ast.Name, ast.Attribute)) for n in ast.walk(node))
 
 
-def _written(func: Function, made: list[ast.Call], files: list[SourceFile]) -> ast.AST | None:
-    """The first item assignment to a triangle that runs: not below a test for an argument that nobody gives."""
-    names = _named(func, made)
+def _written(func: Function, flow: _Flow, files: list[SourceFile]) -> ast.AST | None:
+    """The first write into a part of a triangle that runs: not below a test for an argument that nobody gives."""
     for node in ast.walk(func.node):
-        if not isinstance(node, ast.Assign):
-            continue
-        targets = [t.value for t in node.targets if isinstance(t, ast.Subscript)]
-        if any(isinstance(t, ast.Name) and t.id in names for t in targets):
+        parts: list[ast.expr] = []
+        if isinstance(node, (ast.Assign, ast.AugAssign)):
+            parts = node.targets if isinstance(node, ast.Assign) else [node.target]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _PUTS:
+            parts = [node.func.value]  # mask[:, :k].fill_(0)
+        if any(isinstance(t, ast.Subscript) and flow.holds(t.value, func) for t in parts):
             around = [n for n in ast.walk(func.node) if isinstance(n, ast.If) and any(s is node for s in ast.walk(n))]
             if not any(_never_given(func.node, test.test, files) for test in around):
                 return node

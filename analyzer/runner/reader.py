@@ -14,6 +14,7 @@ from kvskill.analyzer.modeling.program import Program
 from kvskill.analyzer.modeling.reader import entry_class
 from kvskill.analyzer.modeling.reps import RepRun, phase_reps
 from kvskill.analyzer.modeling.run import Run, submodules
+from kvskill.analyzer.modeling.scores import find_attends, needs_given_mask
 from kvskill.analyzer.modeling.seam import SeamError, find_seam
 from kvskill.analyzer.modeling.settings import settings_of
 from kvskill.analyzer.modeling.shapes import LAYOUT
@@ -43,8 +44,18 @@ def standalone_facts(code: Code, config: Mapping[str, Any]) -> ModelFacts:
     program = Program({**runners, **code.program.files}, code.program.modules, code.program.root)
     frames = [f for run in (facts.prefill, facts.decode) if run is not None for f in run.walk.frames]
     walked = [f.func for f in frames if f.func is not None]
-    masks = mask_findings(program.files.values(), walked)
+    masks = mask_findings(program.files.values(), walked, _relying(facts))
     return replace(facts, program=program, findings=(*facts.findings, *masks))
+
+
+def _relying(facts: ModelFacts) -> Span | None:
+    """An attention class whose prefill takes the order of positions from the mask that it is handed."""
+    if facts.prefill is None:
+        return None
+    attends = find_attends(facts.prefill.walk)
+    if not any(needs_given_mask(facts.prefill.walk, a) for a in attends):
+        return None
+    return next((_at(a.cls) for a in facts.attentions), None)
 
 
 def read_standalone(

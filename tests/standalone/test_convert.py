@@ -310,6 +310,41 @@ PLAIN_MASK = "return ~torch.tril(torch.ones((mask_length, mask_length), dtype=to
             "    mask[:4, :4] = False\n    return mask",
             True,
         ),
+        (  # changed by another function
+            "return near(~torch.tril(torch.ones(mask_length, mask_length, device=device)).bool(), 7)\n\n\n"
+            "def near(hidden, size):\n"
+            "    for row in range(hidden.shape[-1]):\n"
+            "        hidden[row, : max(0, row - size + 1)] = True\n"
+            "    return hidden",
+            True,
+        ),
+        (  # the same for every row: still the plain triangle
+            "return shaped(~torch.tril(torch.ones(mask_length, mask_length, device=device)).bool())\n\n\n"
+            "def shaped(hidden):\n"
+            "    table = {'mask': hidden, 'size': 0}\n"
+            "    table['size'] = hidden.shape[-1]\n"
+            "    return table['mask']",
+            False,
+        ),
+        (
+            "mask = ~torch.tril(torch.ones(mask_length, mask_length, device=device)).bool()\n"
+            "    mask[:, :4].fill_(False)\n    return mask",
+            True,
+        ),
+        (
+            "mask = ~torch.tril(torch.ones(mask_length, mask_length, device=device)).bool()\n"
+            "    at = torch.arange(mask_length, device=device)\n"
+            "    mask |= at[:, None] - at[None] > 7\n    return mask",
+            True,
+        ),
+        (  # no triangle, but a loop
+            "mask = torch.zeros(mask_length, mask_length, device=device).bool()\n"
+            "    for row in range(mask_length):\n"
+            "        mask[row, row + 1 :] = True\n"
+            "        mask[row, : max(0, row - 7)] = True\n"
+            "    return mask",
+            True,
+        ),
     ],
 )
 def test_a_mask_of_the_runner_that_is_not_plain_causal_is_refused(
