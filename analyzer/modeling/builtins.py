@@ -650,6 +650,7 @@ def _extreme(walk: Walk, name: str, args: list[Value]) -> Value:
         best = (max if name == "max" else min)(range(len(known)), key=lambda i: concrete[i] or 0)
         return _dim_value(known[best])
     text = f"{name}({', '.join(str(d) for d in known)})"
+    walk.extremes[text] = (name, known)
     return Scalar(text, Dim.atom(text))
 
 

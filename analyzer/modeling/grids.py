@@ -155,7 +155,9 @@ class Grids:
         return Grid((), lambda place: number)
 
     def number(self, value: Value | None) -> Number:
-        """A Python number, under the sizes of this evaluation."""
+        """A Python number, or that of a tensor of one element, under the sizes of this evaluation."""
+        if isinstance(value, Tensor):
+            return self._only(self.grid(value))
         if isinstance(value, Const) and isinstance(value.value, (bool, int, float)):
             return value.value
         if isinstance(value, Scalar):
@@ -177,8 +179,10 @@ class Grids:
         raise Unclear
 
     def _unknown(self, value: Unknown) -> Number:
-        """Numbers that the walk does not compute: limits of a type, sums of them."""
+        """Numbers that the walk does not compute: limits of a type, sums of them, the length of a slice."""
         first = value.sources[0]
+        if value.why == "subscript" and isinstance(first, Unknown) and first.why == "shape":
+            return self._slice_length(first.sources[0], value.sources[-1])
         if value.why in ("attribute min", "attribute max"):
             if isinstance(first, Unknown) and first.why in ("finfo", "iinfo"):
                 return LEAST if value.why.endswith("min") else -LEAST
@@ -188,12 +192,36 @@ class Grids:
             return _TWO[value.why](self.number(first), self.number(value.sources[1]))
         raise Unclear
 
+    def _slice_length(self, t: Value, axis: Value) -> int:
+        """`x[:, a:b].shape[1]` of a tensor without known sizes."""
+        at = int(self.number(axis))
+        while isinstance(t, Tensor) and t.parents and "parts" not in t.attrs:
+            if t.op == "repeat_interleave":  # along another axis
+                given, named = _given(t)
+                if int(self.number(named.get("dim", given[2] if len(given) > 2 else None))) == at:
+                    raise Unclear
+            elif t.op not in _SAME | _NUMBERS | {"to"}:
+                raise Unclear
+            t = t.parents[0]
+        parts = t.attrs.get("parts") if isinstance(t, Tensor) else None
+        if parts is None or not 0 <= at < len(parts) or any(not isinstance(p, slice) for p in parts[: at + 1]):
+            raise Unclear
+        if parts[at].stop is None or parts[at].step is not None:
+            raise Unclear
+        start = int(self.number(parts[at].start)) if parts[at].start is not None else 0
+        length = int(self.number(parts[at].stop)) - start
+        return length if start >= 0 and length > 0 else _raise()
+
     def _dim(self, value: Scalar) -> int:
         dim = self.walk.as_dim(value)
         if dim is None:
             raise Unclear
         env = dict(self.sizes)
         for atom in dim.atoms - env.keys():
+            if atom in self.walk.extremes:
+                name, dims = self.walk.extremes[atom]
+                env[atom] = (max if name == "max" else min)(self._dim(Scalar(str(d), d)) for d in dims)
+                continue
             if atom in self.walk.measured:
                 env[atom] = int(self._only(self.grid(self.walk.measured[atom])))
                 continue
@@ -366,6 +394,15 @@ class Grids:
         pick = max if t.op.endswith("max") else min
         value = pick(inner.at(_unflat(inner.shape, i)) for i in range(math.prod(inner.shape)))
         return Grid((), lambda place: value)
+
+    def _op_clamp(self, t: Tensor, depth: int) -> Grid:
+        inner = self.operand(t.parents[0], t, depth)
+        given, named = _given(t)
+        low = named.get("min", given[1] if len(given) > 1 else None)
+        high = named.get("max", given[2] if len(given) > 2 else None)
+        least = self.number(low) if low not in (None, Const(None)) else -math.inf
+        most = self.number(high) if high not in (None, Const(None)) else math.inf
+        return Grid(inner.shape, lambda place: min(max(inner.at(place), least), most))
 
     def _op_join(self, t: Tensor, depth: int) -> Grid:
         """One value or another: known where both are the same."""

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from kvskill.analyzer.modeling.builtins import inplace_source
+from kvskill.analyzer.modeling.cuts import Cut, token_cuts
 from kvskill.analyzer.modeling.held import cache_root
 from kvskill.analyzer.modeling.operators import WRITE_OPS, argument
 from kvskill.analyzer.modeling.run import Run, submodules
@@ -51,6 +52,30 @@ class RepRun:
     def visible(self) -> Visible | None:
         """The keys that the mask shows, where it can be evaluated."""
         return visible_keys(self.walk, self.attends[0], self.run.phase, self.sizes) if self.attends else None
+
+    @cached_property
+    def cut(self) -> str | None:
+        """What is read of a cache that is neither all of it nor a span that could be evaluated, in words."""
+        if not self.attends:
+            return None
+        ends = [_ends(self.walk, token_cuts(t)) for t in (self.attends[0].k, self.attends[0].v)]
+        if ends[0] != ends[1] and None not in ends:
+            return "other places for keys than for values"
+        for operand in (self.attends[0].k, self.attends[0].v):
+            for cut in token_cuts(operand) or ():
+                if cut.other:
+                    return "chosen places"
+                if cut.start is not None and self.visible is None:
+                    return "a part whose start is not known"
+        return None
+
+
+def _ends(walk: Walk, cuts: list[Cut] | None) -> list[tuple[str, ...]] | None:
+    """What the cuts of one operand are made of, for comparison."""
+    if cuts is None:
+        return None
+    texts = ([walk.as_text(v) if v is not None else "" for v in (c.start, c.stop)] for c in cuts)
+    return [tuple("" if t.startswith("<") or "?" in t else t for t in pair) for pair in texts]
 
 
 def rep_runs(run: Run, inst: Instance, sizes: tuple[int, ...] = ()) -> RepRun:

@@ -142,25 +142,35 @@ def _check_pairs(rep: RepRun, fresh: list[Tensor], file: SourceFile) -> None:
 
 
 def _check_scales(reps: list[RepRun], file: SourceFile) -> None:
-    """Both phases scale the scores alike."""
-    known: dict[str, tuple[float, RepRun]] = {}
+    """Both phases scale the scores alike: by one number, or by the same expression where it cannot be computed."""
+    known: dict[str, tuple[RepRun, float | str]] = {}
     for rep in reps:
         number = _scale_number(rep)
-        if number is None:
-            continue
-        first, other = known.setdefault(rep.inst.path, (number, rep))
-        if not math.isclose(number, first, rel_tol=1e-6):
+        mark: float | str = _scale_text(rep) if number is None else number
+        other, first = known.setdefault(rep.inst.path, (rep, mark))
+        alike = (
+            math.isclose(first, mark, rel_tol=1e-6)
+            if isinstance(first, float) and isinstance(mark, float)
+            else first == mark
+        )
+        if not alike:
             out = rep.attends[0].out
             where = out.frame.file if out.frame is not None else file
-            fact = f"The scores are scaled by {first:.6g} in {other.run.phase} and by {number:.6g} in {rep.run.phase}."
+            shown = [f"{m:.6g}" if isinstance(m, float) else "a number that is not known" for m in (first, mark)]
+            fact = f"The scores are scaled by {shown[0]} in {other.run.phase} and by {shown[1]} in {rep.run.phase}."
             raise _fail(where, out.node, "KV147", fact, "Scale alike in prefill and decode, from one attribute.")
+
+
+def _scale_text(rep: RepRun) -> str:
+    return " ".join(f"{op} {rep.walk.as_text(value)}" for op, value, _ in rep.attends[0].scale)
 
 
 def _scale_number(rep: RepRun) -> float | None:
     """The softmax scale of one object in one phase, where it can be computed."""
     attend, total = rep.attends[0], 1.0
     if attend.default_scale:
-        return None
+        size = rep.walk.concrete_dim(attend.q.shape[-1]) if attend.q.shape else None
+        return size**-0.5 if size else None
     for op, value, _ in attend.scale:
         number = _number(rep.walk, value)
         if not number:
@@ -241,10 +251,16 @@ def _check_parts(rep: RepRun, file: SourceFile, node: ast.AST) -> None:
         where_file = bad.where.frame.file if bad.where is not None and bad.where.frame is not None else file
         fact = f"The fused attention operator cannot express {bad.what}."
         raise _fail(where_file, bad.node, bad.code, fact, "Keep the Legacy cache for this model, or remove it.")
+    where = rep.attends[0].out.node or node
+    if rep.visible is not None and rep.visible.bias is not None:
+        fact = f"{name} adds a bias (not only a mask) to the attention scores in {phase}: {rep.visible.bias:.6g}."
+        raise _fail(file, where, "KV145", fact, "Keep the Legacy cache for this model, or remove it.")
+    if rep.cut is not None:
+        fact = f"{name} reads {rep.cut} of its cache in {phase}."
+        raise _fail(file, where, "KV148", fact, "Read all cached tokens, and say a window with a mask in both phases.")
     doubt = mask_doubt(rep)
     if doubt is not None:
         fact = f"{name} attends {doubt} in {phase}."
-        where = rep.attends[0].out.node or node
         raise _fail(file, where, "KV299", fact, "Keep the Legacy cache, or mask later tokens.")
     caches = {w.cache.attrs.get("name") for w in rep.writes}
     if len(rep.writes) != 2 or len(caches) != 2:

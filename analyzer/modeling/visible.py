@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from kvskill.analyzer.modeling.cuts import Span, key_span
 from kvskill.analyzer.modeling.dims import Dim
 from kvskill.analyzer.modeling.grids import Grid, Grids, Number, Unclear
 from kvskill.analyzer.modeling.scores import Attend
@@ -25,6 +26,14 @@ _Shows = Callable[[int, int], bool]
 _MOST = 200_000  # a window beyond this is taken on trust
 
 
+class _Bias(Exception):  # noqa: N818
+    """A score gets a number added that neither shows nor hides its key."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+
 @dataclass(frozen=True)
 class Visible:
     """What one attention shows: `window` keys to each query, None for all before it; or `doubt`, in words.
@@ -35,6 +44,7 @@ class Visible:
     window: int | None = None
     doubt: str | None = None
     whole: bool = True
+    bias: float | None = None  # a number that the mask adds, and that neither shows nor hides
 
 
 def visible_keys(walk: Walk, attend: Attend, phase: str, sizes: Iterable[int]) -> Visible | None:
@@ -56,6 +66,8 @@ def _visible(walk: Walk, attend: Attend, phase: str, edges: list[int]) -> Visibl
     try:
         shows = _shows(walk, attend, step)
         return None if shows is None else _judge(shows, step, edges)
+    except _Bias as bias:
+        return Visible(bias=bias.value)
     except (Unclear, RecursionError, TypeError, ValueError, IndexError):
         return None
 
@@ -120,15 +132,31 @@ def _keys(row: int, edges: list[int], step: _Step) -> list[int]:
 
 
 def _shows(walk: Walk, attend: Attend, step: _Step) -> _Shows | None:
-    """Does the query at position p see key k?"""
+    """Does the query at position p see key k? None where nothing says it."""
+    starts: dict[int, Grid] = {}
+    grids = _grids(walk, starts, step)
+    span = key_span(attend.k, grids)
+    shows = _masked(attend, starts, grids, step, span)
+    if span.start == 0:
+        return shows
+    if shows is None:  # all that is read, up to the token
+        return lambda p, k: span.start <= k <= p
+    return lambda p, k: k >= span.start and shows(p, k - span.start)
+
+
+def _masked(attend: Attend, starts: dict[int, Grid], grids: Grids, step: _Step, span: Span) -> _Shows | None:
+    """What the mask shows, by the place of a key among those that are read."""
     if attend.kind == "eager" and attend.scores is not None and attend.logits is not None:
         if not _rows_and_keys(attend.scores):
             return None
-        return _by_logits(walk, attend, attend.scores, attend.logits, step)
+        keys = _key_count(attend.scores, -1, grids, step, span)
+        return _by_logits(attend, attend.scores, attend.logits, keys, starts, grids, step)
     if attend.kind == "sdpa" and attend.masks:
-        return _by_mask(walk, attend, attend.masks[0], step)
+        return _by_mask(attend, attend.masks[0], _key_count(attend.k, -2, grids, step, span), grids, step)
     if attend.kind == "sdpa" and attend.causal == Const(True):
         return lambda p, k: k <= (p if step.prefill else 0)  # its triangle starts at the upper left
+    if attend.kind == "sdpa" and not step.prefill and attend.causal in (None, Const(False), Const(None)):
+        return _limited(lambda p, k: True, _key_count(attend.k, -2, grids, step, span), step)
     return None
 
 
@@ -160,15 +188,22 @@ def _grids(walk: Walk, starts: dict[int, Grid], step: _Step) -> Grids:
     return Grids(walk, starts, inputs, step.sizes)
 
 
-def _key_count(t: Tensor, axis: int, grids: Grids, step: _Step) -> int:
-    """The keys on an axis: all places of the cache, or the tokens where the code cuts it to them."""
-    if t.shape is None:
+def _key_count(t: Tensor, axis: int, grids: Grids, step: _Step, span: Span) -> int:
+    """The keys on an axis: all places of the cache, or those that the code cuts it to."""
+    dim = t.shape[axis] if t.shape is not None else None
+    count = None
+    if span.stop is not None:
+        count = min(span.stop, step.capacity) - span.start
+    elif dim is None:
         raise Unclear
-    dim = t.shape[axis]
+    if dim is None:
+        assert count is not None
+        return count
     try:
-        return int(grids.number(Scalar(str(dim), dim)))
+        return int(grids.number(Scalar(str(dim), dim))) if count is None or not dim.wild else count
     except Unclear:
-        count = step.length if dim.wild else step.capacity  # cut by a tensor's value, or a setting that nobody gave
+        if count is None:  # cut by a value that is not known, or sized by a setting that nobody gave
+            count = (step.length if dim.wild else step.capacity) - span.start
         unknown = sorted(dim.atoms - grids.sizes.keys())
         if dim.evaluate({**grids.sizes, **dict.fromkeys(unknown[1:], 0), **dict.fromkeys(unknown[:1], count)}) == count:
             grids.sizes.update({a: 0 if i else count for i, a in enumerate(unknown)})  # a sum of them is the count
@@ -182,28 +217,23 @@ def _size(dim: Dim, grids: Grids) -> int:
         return 1
 
 
-def _by_logits(walk: Walk, attend: Attend, scores: Tensor, logits: Tensor, step: _Step) -> _Shows:
+def _by_logits(
+    attend: Attend, scores: Tensor, logits: Tensor, keys: int, starts: dict[int, Grid], grids: Grids, step: _Step
+) -> _Shows:
     """Scores that are all zero go through the same operations; what ends far below zero is hidden."""
     if scores.shape is None:
         raise Unclear
-    starts: dict[int, Grid] = {}
-    grids = _grids(walk, starts, step)
-    keys = _key_count(scores, -1, grids, step)
     zero = Grid((*(_size(d, grids) for d in scores.shape[:-2]), step.rows, keys), lambda place: 0.0)
     for t in ancestors([logits]):
-        if t is scores or (
-            t.op == scores.op and t.stream and t.shape is not None and len(t.shape) == len(scores.shape)
-        ):
+        if t is scores or (t.op == scores.op and t.stream and t.rank == scores.rank):
             starts[id(t)] = zero  # the second half of a score that is the sum of two products is zero too
     grid = grids.operand(logits, attend.out)
     lead = (0,) * (len(grid.shape) - 2)
     return _limited(lambda p, k: _seen(grid.at((*lead, p, k))), keys, step)
 
 
-def _by_mask(walk: Walk, attend: Attend, mask: Tensor, step: _Step) -> _Shows:
+def _by_mask(attend: Attend, mask: Tensor, keys: int, grids: Grids, step: _Step) -> _Shows:
     """The mask of F.scaled_dot_product_attention: True shows, a number is added."""
-    grids = _grids(walk, {}, step)
-    keys = _key_count(attend.k, -2, grids, step)
     grid = grids.operand(mask, attend.out)
     height, width = (1, *grid.shape)[-2:]
     if height not in (1, step.rows) or width not in (1, keys):
@@ -227,7 +257,7 @@ def _seen(value: Number) -> bool:
         return False
     if abs(value) < 1e-6:
         return True
-    raise Unclear
+    raise _Bias(float(value))
 
 
 def _sizes(walk: Walk, attend: Attend) -> set[int]:
@@ -239,4 +269,7 @@ def _sizes(walk: Walk, attend: Attend) -> set[int]:
             number = walk.concrete_dim(dim) if dim is not None else None
             if number is not None:
                 out.add(number)
+    for dim in [d for _, dims in walk.extremes.values() for d in dims]:  # `max(end - W, 0)`
+        out |= {abs(coef) for mono, coef in dim.terms if not mono}
+        out |= {n for n in (walk.concrete_dim(Dim.atom(a)) for a in dim.atoms if "?" not in a) if n is not None}
     return out

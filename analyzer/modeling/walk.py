@@ -135,6 +135,7 @@ class Walk:
     dim_env: dict[str, int] = field(default_factory=dict)
     dim_alias: dict[str, Dim] = field(default_factory=dict)
     exact: dict[str, tuple[Dim, Dim]] = field(default_factory=dict)  # quotients without remainder
+    extremes: dict[str, tuple[str, list[Dim]]] = field(default_factory=dict)  # sizes that are max or min of others
     measured: dict[str, Tensor] = field(default_factory=dict)  # sizes that are numbers in a tensor
     problems: list[Problem] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
