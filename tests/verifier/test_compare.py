@@ -34,6 +34,23 @@ def test_nan_never_agrees() -> None:
     assert (found.nan, found.first_bad, found.ok) == (1, 5, False)
 
 
+def test_nan_in_the_reference_never_agrees() -> None:
+    broken = arrays({4: [2.0, np.nan], 5: [1.0, 0.0], 6: [0.5, 3.0]})
+    found = compare("HF", broken, REFERENCE, [5], 1e-4)[0]
+    assert (found.nan, found.first_bad, found.ok) == (1, 4, False)
+
+
+def test_infinities_agree_only_with_the_same_ones_and_do_not_hide_other_differences() -> None:
+    masked = arrays({4: [2.0, -np.inf], 5: [1.0, -np.inf], 6: [3.0, -np.inf]})
+    assert compare("HF", masked, masked, [5], 1e-4)[0].ok
+    other = arrays({4: [2.0, -np.inf], 5: [1.5, -np.inf], 6: [3.0, -np.inf]})
+    found = compare("HF", masked, other, [5], 1e-4)[0]
+    assert found.relative == pytest.approx(0.5 / 3) and (found.first_bad, found.ok) == (5, False)
+    for wrong in (np.inf, 0.0):
+        found = compare("HF", masked, arrays({4: [2.0, -np.inf], 5: [1.0, wrong], 6: [3.0, -np.inf]}), [5], 1e-4)[0]
+        assert found.relative == np.inf and (found.first_bad, found.ok) == (5, False)
+
+
 def test_missing_positions_are_no_agreement() -> None:
     assert one(arrays({4: [2.0, -10.0], 6: [0.5, 3.0]})).missing == 1
     assert not one({}).ok

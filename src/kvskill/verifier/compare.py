@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["OUTLIERS", "Comparison", "compare", "first_difference", "table_tolerance"]
+__all__ = ["OUTLIERS", "Comparison", "compare", "distance", "first_difference", "largest", "table_tolerance"]
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 4e-2}
 # In bfloat16 a router may choose another expert where two are nearly tied: one position in ten may exceed the bound.
@@ -69,15 +69,15 @@ def compare(
     for request, prompt in enumerate(prompts):
         ref, got = _rows(reference, request, name), _rows(tested, request, name)
         common = sorted(set(ref) & set(got))
-        scale = max((float(np.abs(ref[p]).max()) for p in common), default=1.0) or 1.0
+        scale = max((largest(ref[p]) for p in common), default=1.0) or 1.0
         nan, first, above = 0, None, 0
         differences: dict[int, float] = {}
         for position in common:
-            if np.isnan(got[position]).any():
+            if np.isnan(got[position]).any() or np.isnan(ref[position]).any():
                 nan += 1
                 first = position if first is None else first
                 continue
-            difference = float(np.abs(got[position] - ref[position]).max()) / scale
+            difference = distance(ref[position], got[position]) / scale
             if difference > tolerance:
                 above += 1
                 first = position if first is None else first
@@ -102,6 +102,20 @@ def compare(
             )
         )
     return out
+
+
+def largest(row: Any) -> float:
+    """The largest magnitude of the finite numbers."""
+    finite = np.abs(row[np.isfinite(row)])
+    return float(finite.max()) if finite.size else 0.0
+
+
+def distance(ref: Any, got: Any) -> float:
+    """The largest difference; infinities (a masked vocabulary) must be the same ones, and have no distance then."""
+    endless = np.isinf(ref) | np.isinf(got)
+    if (ref[endless] != got[endless]).any():
+        return float("inf")
+    return largest(np.where(endless, 0.0, got) - np.where(endless, 0.0, ref))
 
 
 def first_difference(
@@ -136,5 +150,5 @@ def _nearest(ours: Any, theirs: Any) -> float:
         for b in theirs:
             if np.isnan(a).any():
                 continue
-            best = min(best, float(np.abs(a - b).max()) / (float(np.abs(b).max()) or 1.0))
+            best = min(best, distance(b, a) / (largest(b) or 1.0))
     return best

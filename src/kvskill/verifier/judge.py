@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvskill.diagnostics import Diagnostic, Severity, Span
-from kvskill.verifier.compare import OUTLIERS, compare, table_tolerance
+from kvskill.verifier.compare import OUTLIERS, compare, largest, table_tolerance
 from kvskill.verifier.diagnose import child_finding, difference_findings, observation_findings, problem_findings
 from kvskill.verifier.discover import ModelUnderTest
 from kvskill.verifier.jobs import Outcome
@@ -227,7 +227,7 @@ def _greedy_checks(references: dict[str, dict[str, Any]], paged: dict[str, Any],
                     continue
                 theirs, chosen = logits[row], int(paged[key][i].argmax())
                 count += 1
-                other += bool(theirs.max() - theirs[chosen] > tolerance * abs(theirs).max())
+                other += bool(theirs.max() - theirs[chosen] > tolerance * largest(theirs))
         text = f"{count - other} of {count} greedy tokens with drafts are those of {name}"
         out.append(Check("run.greedy", bool(count) and not other, text))
     return out

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvskill.diagnostics import Diagnostic, Severity, Span
-from kvskill.verifier.compare import Comparison, table_tolerance
+from kvskill.verifier.compare import Comparison, distance, largest, table_tolerance
 from kvskill.verifier.diagnose import child_finding, problem_findings
 from kvskill.verifier.discover import ModelUnderTest
 from kvskill.verifier.jobs import Outcome
@@ -109,13 +109,13 @@ def _compare(
     ref, got = reference[f"logits/{request}"], tested[f"{side}/logits/{request}"]
     ref_tokens, got_tokens = reference[f"tokens/{request}"], tested[f"{side}/tokens/{request}"]
     steps = min(len(ref), len(got))
-    scale = float(np.abs(ref[:steps]).max()) if steps else 1.0
+    scale = largest(ref[:steps]) if steps else 1.0
     first, nan = None, 0
     finite: dict[int, float] = {}
     for step in range(steps):
-        bad = bool(np.isnan(got[step]).any())
+        bad = bool(np.isnan(got[step]).any() or np.isnan(ref[step]).any())
         nan += bad
-        difference = float("inf") if bad else float(np.abs(got[step] - ref[step]).max()) / (scale or 1.0)
+        difference = float("inf") if bad else distance(ref[step], got[step]) / (scale or 1.0)
         if not bad:
             finite[step] = difference
         if first is None and (difference > bound or ref_tokens[step] != got_tokens[step]):
@@ -245,8 +245,9 @@ def _apart(arrays: dict[str, Any], one: str, other: str, request: int, others: d
     a, b = arrays.get(f"{one}/logits/{request}"), (others or arrays).get(f"{other}/logits/{request}")
     if a is None or b is None or a.shape != b.shape:
         return float("inf")
-    worst = float(np.abs(a - b).max()) / (float(np.abs(a).max()) or 1.0)
-    return worst if worst == worst else float("inf")
+    if np.isnan(a).any() or np.isnan(b).any():
+        return float("inf")
+    return distance(a, b) / (largest(a) or 1.0)
 
 
 def _alone(new: Outcome, rows: int) -> Check:
@@ -270,7 +271,7 @@ def _overflow(new: Outcome, rows: int) -> Check:
 def _begins_as(arrays: dict[str, Any], request: int) -> bool:
     """Did the run with the short cache compute what the recorded run computed for these steps?"""
     a, b = arrays[f"right/logits/{request}"], arrays[f"overflow/logits/{request}"]
-    return len(b) <= len(a) and float(np.abs(a[: len(b)] - b).max()) <= SAME * float(np.abs(a).max())
+    return len(b) <= len(a) and distance(a[: len(b)], b) <= SAME * largest(a)
 
 
 def _times(new: Outcome, old: Outcome | None) -> list[str]:
