@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvskill.analyzer.modeling import shapes
 from kvskill.analyzer.modeling.dims import Dim, fresh, product
 from kvskill.analyzer.modeling.enums import member_of
+from kvskill.analyzer.modeling.kinds import representatives, row_representatives
 from kvskill.analyzer.modeling.values import (
     Bool,
     Bound,
@@ -154,7 +155,7 @@ def iterate(walk: Walk, value: Value) -> list[Value] | None:
     if isinstance(value, Tup):
         return value.items
     if isinstance(value, ModuleSeq):
-        return [value.items[i] for i in _representatives(walk, value.items)]
+        return [value.items[i] for i in representatives(walk, value.items)]
     if isinstance(value, Dict_) and value.rest is None:
         return [Const(k) for k in value.items]
     if isinstance(value, Ref):
@@ -162,41 +163,6 @@ def iterate(walk: Walk, value: Value) -> list[Value] | None:
         if isinstance(known, (list, tuple)) and all(isinstance(v, (str, int, float, bool)) for v in known):
             return [Const(v) for v in known]
     return None
-
-
-def _representatives(walk: Walk, items: list[Value]) -> list[int]:
-    if not walk.collapse_layers:
-        return list(range(len(items)))
-    seen: dict[str, int] = {}
-    for i, item in enumerate(items):
-        seen.setdefault(_signature(walk, item), i)
-    return sorted(seen.values())
-
-
-def _signature(walk: Walk, value: Value, depth: int = 0) -> str:
-    """What makes two layers run the same code: classes and settings, not indices and names."""
-    if isinstance(value, Instance):
-        parts = [
-            f"{k}={_signature(walk, v, depth + 1)}"
-            for k, v in sorted(value.attrs.items())
-            if k not in ("layer_idx", "layer_id", "idx", "prefix", "layer_index", "index")
-            and not (isinstance(v, Const) and (v.value == value.index or (isinstance(v.value, str) and "." in v.value)))
-        ]
-        return f"{value.cls.name}({','.join(parts)})" if depth < 6 else value.cls.name
-    if isinstance(value, ExtInstance):
-        return value.name
-    if isinstance(value, ModuleSeq):
-        return f"[{len(value.items)}:{_signature(walk, value.items[0], depth + 1) if value.items else ''}]"
-    if isinstance(value, Ref):
-        known = walk.concrete(value.path)
-        return repr(value) if _missing(known) else repr(known)
-    if isinstance(value, (Const, Scalar)):
-        return repr(value)
-    if isinstance(value, Tup):
-        return "(" + ",".join(_signature(walk, v, depth + 1) for v in value.items[:8]) + ")"
-    if isinstance(value, Tensor):
-        return "T" if value.shape is None else f"T{['?' if d.wild else str(d) for d in value.shape]}"
-    return type(value).__name__
 
 
 def tensor_attr(walk: Walk, node: ast.Attribute, t: Tensor, name: str) -> Value:
@@ -485,7 +451,8 @@ def call_builtin(walk: Walk, name: str, args: list[Value], kwargs: dict[str, Val
         return _isinstance(walk, args[0], args[1])
     if name == "enumerate" and first is not None:
         if isinstance(first, ModuleSeq):
-            return Tup([Tup([Const(i), first.items[i]]) for i in _representatives(walk, first.items)])
+            kept = representatives(walk, first.items, walk.frame.stmt)
+            return Tup([Tup([Const(i), first.items[i]]) for i in kept])
         items = iterate(walk, first)
         if items is None:
             return Unknown("enumerate", (first,))
@@ -496,7 +463,7 @@ def call_builtin(walk: Walk, name: str, args: list[Value], kwargs: dict[str, Val
             return Unknown("zip", tuple(args))
         rows = list(zip(*[s for s in seqs if s is not None], strict=False))
         lead = next((a for a in args if isinstance(a, ModuleSeq)), None)
-        keep: Iterable[int] = _representatives(walk, lead.items) if lead is not None else range(len(rows))
+        keep: Iterable[int] = row_representatives(walk, rows) if lead is not None else range(len(rows))
         return Tup([Tup(list(rows[i])) for i in keep if i < len(rows)])
     if name in ("list", "tuple") and args:
         if isinstance(first, ModuleSeq):

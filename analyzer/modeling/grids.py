@@ -46,6 +46,7 @@ _TWO: dict[str, Callable[[Number, Number], Number]] = {
     "floordiv": lambda a, b: a // b,
     "mod": lambda a, b: a % b,
     "remainder": lambda a, b: a % b,
+    "pow": lambda a, b: a**b,
     "maximum": max,
     "minimum": min,
 }
@@ -341,6 +342,10 @@ class Grids:
             _joint(base, mask),
             lambda place: _spread(fill, place) if _truth(_spread(mask, place)) else _spread(base, place),
         )
+
+    def _op_outer(self, t: Tensor, depth: int) -> Grid:
+        a, b = (self.operand(p, t, depth) for p in t.parents)
+        return Grid((*a.shape, *b.shape), lambda place: a.at(place[:1]) * b.at(place[1:]))
 
     def _op_arange(self, t: Tensor, depth: int) -> Grid:
         bounds = [self.number(p) for p in t.parents if p != Const(None)]

@@ -33,6 +33,7 @@ from kvskill.analyzer.modeling.seam import (
     _top,
     _value_before,
     attr_for,
+    check_hazards,
 )
 from kvskill.analyzer.modeling.trace import ancestors, chain, layout_of, method_frame, root_of
 from kvskill.analyzer.modeling.values import Const, Frame, Instance, Tensor
@@ -230,6 +231,7 @@ def _check(reps: list[RepRun], file: SourceFile, node: ast.AST) -> None:
             where = bad.where.frame.file if bad.where is not None and bad.where.frame is not None else file
             fact = f"The fused attention operator cannot express {bad.what}."
             raise _fail(where, bad.node, bad.code, fact, "Keep the Legacy cache for this model, or remove it.")
+        check_hazards(rep, file)
         doubt = mask_doubt(rep)
         if doubt is not None:
             fact = f"{name} attends {doubt} in {phase}."

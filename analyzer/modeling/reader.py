@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvskill.analyzer.modeling.facts import AttentionFacts, CacheDecl, ModelFacts, Seam, State
+from kvskill.analyzer.modeling.hazards import kept_states, mixed_tokens
 from kvskill.analyzer.modeling.mla import find_mla
 from kvskill.analyzer.modeling.program import Program, load_program, source_files
 from kvskill.analyzer.modeling.reps import phase_reps
@@ -82,6 +83,8 @@ def _understand(
         except SeamError as exc:
             findings.append(exc.finding)
     findings.extend(window_notes(facts))
+    findings.extend(kept_states([prefill, decode]))
+    findings.extend(mixed_tokens(prefill, owners))
     layers = [f for f in prefill.walk.frames if f.self_ in owners and f.parent is not None]
     layer_cls, model_cls = _containers(layers[0] if layers else None)
     return ModelFacts(

@@ -58,7 +58,6 @@ _MASK_OPS = frozenset(
         "sub",
         "getitem",
         "select",
-        "outer",
         "unsqueeze",
         "squeeze",
         "repeat",
@@ -115,6 +114,7 @@ class Attend:
     bad: list[Bad] = field(default_factory=list)
     scores: Tensor | None = None  # the product of queries and keys, where the code writes it out
     logits: Tensor | None = None  # what the softmax is taken of
+    sink_column: tuple[Tensor, bool] | None = None  # what is joined to the scores, and whether it comes last
 
 
 def find_attends(walk: Walk) -> list[Attend]:
@@ -180,6 +180,10 @@ def _fused(walk: Walk, call: Call, out_t: Tensor, q: Tensor, k: Tensor, v: Tenso
     pre = call.kwargs.get("pre_tokens")
     if mode == Const(4) and pre is not None:
         out.windows.append(pre)
+    later = call.kwargs.get("next_tokens")
+    if mode == Const(4) and later != Const(0):
+        said = "no `next_tokens`, which shows later keys" if later is None else "`next_tokens` that are not 0"
+        out.bad.append(Bad("KV143", f"a band (sparse_mode 4) with {said}", call.node, out_t))
     out.causal = Const(True)
     sinks = call.kwargs.get("learnable_sink")
     if sinks is not None and sinks != Const(None):
@@ -204,11 +208,12 @@ def _eager(walk: Walk, pv: Tensor) -> Attend | None:
     if len(parents) < 2:
         return None
     probs, value = parents[-2], parents[-1]
-    soft = _back_to_softmax(probs)
+    soft, passed = _back_to_softmax(walk, probs)
     if soft is None:
         return None
     scores = _first_tensor(soft)
     out = Attend("eager", pv, pv, pv, value)
+    out.bad.extend(b for t in passed if (b := _changed_probabilities(walk, t)) is not None)
     qk = _score_path(walk, scores, out)
     if qk is None:
         return None
@@ -217,7 +222,37 @@ def _eager(walk: Walk, pv: Tensor) -> Attend | None:
         return None
     out.q, out.k, out.scores, out.logits = pair[-2], pair[-1], qk, scores
     out.causal = Const(bool(out.masks))
+    _check_sinks(out, passed)
     return out
+
+
+def _changed_probabilities(walk: Walk, t: Tensor) -> Bad | None:
+    """Something after the softmax that is neither a cast nor a cut."""
+    if t.op == "dropout":
+        given, named = t.attrs.get("given", ((), {}))
+        rate = named.get("p", given[1] if len(given) > 1 else Const(0.5))
+        on = named.get("training", given[2] if len(given) > 2 else Const(True))
+        known = walk.concrete(rate.path) if isinstance(rate, Ref) else rate.value if isinstance(rate, Const) else None
+        if on in (Const(True), None) and known != 0:
+            return Bad("KV141", "a dropout that is on while inferring", t.node, t)
+    elif t.op in ("where", "masked_fill") or t.op.rstrip("_") == "masked_fill":
+        return Bad("KV141", f"`{t.op}` on the attention probabilities", t.node, t)
+    return None
+
+
+def _check_sinks(out: Attend, passed: list[Tensor]) -> None:
+    """A sink is one more score, a parameter as it is, and its probability is the one that is cut off."""
+    if out.sinks is None or out.sink_column is None:
+        return
+    column, main_first = out.sink_column
+    root = root_of(column)
+    if root is None or root.op != "parameter":
+        out.bad.append(Bad("KV141", "a sink that is not a parameter as it is", column.node, column))
+        return
+    for t in passed:
+        part = t.attrs["parts"][-1] if t.attrs.get("parts") else None
+        if isinstance(part, slice) and (part.start not in (None, Const(0))) == main_first:
+            out.bad.append(Bad("KV141", "a sink whose probability stays while a key's is cut off", t.node, t))
 
 
 # the framework's own mask is a triangle
@@ -300,17 +335,24 @@ def _first_tensor(t: Tensor) -> Tensor | None:
     return found[0] if found else None
 
 
-def _back_to_softmax(t: Tensor | None) -> Tensor | None:
+def _back_to_softmax(walk: Walk, t: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
+    """(the softmax, what happens to its result on the way)."""
+    passed: list[Tensor] = []
     for _ in range(12):
         if t is None:
-            return None
+            break
         if t.op in ("softmax", "torch.nn.functional.softmax"):
-            return t
+            return t, passed
         if t.op in _CAST or t.op in ("dropout", "getitem", "pointwise", "join", "where", "masked_fill"):
-            t = _first_tensor(t)
+            passed.append(t)
+            t = next((p for p in tensor_parents(t) if _from_softmax(p)), None) or _first_tensor(t)
         else:
-            return None
-    return None
+            break
+    return None, passed
+
+
+def _from_softmax(t: Tensor) -> bool:
+    return any(a.op in ("softmax", "torch.nn.functional.softmax") for a in ancestors([t]))
 
 
 def _score_path(walk: Walk, scores: Tensor | None, out: Attend) -> Tensor | None:
@@ -350,6 +392,7 @@ def _score_path(walk: Walk, scores: Tensor | None, out: Attend) -> Tensor | None
             extra = [p for p in tensors if p is not main3]
             if len(extra) == 1:
                 out.sinks = next((a for a in ancestors(extra) if a.op == "parameter"), extra[0])
+                out.sink_column = (extra[0], tensors[0] is main3)
             else:
                 out.bad.append(Bad("KV141", "a concatenation on the scores", t.node, t))
             t = main3
@@ -386,6 +429,9 @@ def _add_mask(walk: Walk, out: Attend, mask: Tensor) -> None:
     """Accept masks made of positions and comparisons; find window sizes; name anything else."""
     out.masks.append(mask)
     for t in sorted(_mask_parts(walk, [mask]), key=lambda x: id(x)):
+        if t.op in ("cumsum", "bucketize", "searchsorted") and any(a.op == "input:input_ids" for a in ancestors([t])):
+            out.bad.append(Bad("KV142", "a mask by segments of token ids", t.node, t))
+            return
         if t.op.startswith("input:") or t.op in LAYOUT or t.op in _MASK_OPS:
             out.windows.extend(_window_operands(walk, t))
             continue
@@ -418,6 +464,8 @@ def _boolean(t: Tensor) -> bool:
 def _window_operands(walk: Walk, t: Tensor) -> list[Value]:
     """Sizes that enter a comparison or a diagonal: a window, if they are more than one."""
     found: list[Value] = []
+    if any(a.op == "input:input_ids" for a in ancestors([t])):
+        return found  # a token's id is no size
     if t.op in ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub"):
         found.extend(p for p in t.parents if _size(walk, p))
     if t.op in ("triu", "tril"):

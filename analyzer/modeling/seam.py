@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from kvskill.analyzer.modeling.dims import Dim, const
 from kvskill.analyzer.modeling.facts import Binding, Seam
+from kvskill.analyzer.modeling.hazards import attention_hazard
 from kvskill.analyzer.modeling.headmap import wrong_pairs
 from kvskill.analyzer.modeling.held import HELD
 from kvskill.analyzer.modeling.reps import RepRun, Write, mask_doubt
@@ -262,12 +263,21 @@ def _check_parts(rep: RepRun, file: SourceFile, node: ast.AST) -> None:
     if doubt is not None:
         fact = f"{name} attends {doubt} in {phase}."
         raise _fail(file, where, "KV299", fact, "Keep the Legacy cache, or mask later tokens.")
+    check_hazards(rep, file)
     caches = {w.cache.attrs.get("name") for w in rep.writes}
     if len(rep.writes) != 2 or len(caches) != 2:
         where2 = rep.writes[-1].node if rep.writes else node
         where_file = rep.writes[-1].frame.file if rep.writes else file
         fact = f"{name} writes its cache {len(rep.writes)} times in {phase}; one write of K and one of V is expected."
         raise _fail(where_file, where2, "KV152", fact, todo)
+
+
+def check_hazards(rep: RepRun, file: SourceFile) -> None:
+    """Raises SeamError for what the conversion would lose."""
+    hazard = attention_hazard(rep)
+    if hazard is not None:
+        where = hazard.frame.file if hazard.frame is not None else file
+        raise _fail(where, hazard.node, hazard.code, hazard.fact, hazard.todo)
 
 
 def _kv_writes(rep: RepRun) -> tuple[Write, Write]:

@@ -38,7 +38,8 @@ def window_of(rep: RepRun) -> set[int]:
     for attend in rep.attends:
         for value in attend.windows:
             number = _number(rep.walk, value)
-            if number is not None and abs(number) > 1 and number != 2048:
+            # the framework's mask has 2048 rows, which is a window only where the configuration says so
+            if number is not None and abs(number) > 1 and (number != 2048 or 2048 in rep.sizes):
                 out.add(abs(number))
     return out
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvskill.analyzer.modeling.facts import AttentionFacts, CacheDecl, ModelFacts, Seam, Window
+from kvskill.analyzer.modeling.hazards import kept_states, mixed_tokens
 from kvskill.analyzer.modeling.mla import MlaFacts
 from kvskill.analyzer.modeling.operators import argument
 from kvskill.analyzer.modeling.program import Program
@@ -87,6 +88,8 @@ def read_standalone(
         except SeamError as exc:
             findings.append(exc.finding)
     findings.extend(window_notes(facts))
+    findings.extend(kept_states([prefill, decode]))
+    findings.extend(mixed_tokens(prefill, owners))
     return _with(base, tuple(facts), findings, "legacy")
 
 
