@@ -345,7 +345,8 @@ def _back_to_softmax(walk: Walk, t: Tensor | None) -> tuple[Tensor | None, list[
             return t, passed
         if t.op in _CAST or t.op in ("dropout", "getitem", "pointwise", "join", "where", "masked_fill"):
             passed.append(t)
-            t = next((p for p in tensor_parents(t) if _from_softmax(p)), None) or _first_tensor(t)
+            data = tensor_parents(t)[1:] if t.op == "where" and len(tensor_parents(t)) > 1 else tensor_parents(t)
+            t = next((p for p in data if _from_softmax(p)), None) or _first_tensor(t)
         else:
             break
     return None, passed

@@ -29,7 +29,7 @@ def convert_last_token(ctx: Context, containers: Containers) -> dict[int, int]:
             early.frame.file,
             early.node,
             "KV210",
-            "The head gets a token at a fixed place that is not the last one.",
+            "The head gets other tokens than the last one of each prompt.",
             "Pick the last token of each prompt.",
         )
         return {}
@@ -59,7 +59,7 @@ def _already_packed(t: Tensor) -> bool:
 
 
 def _fixed_place(t: Tensor) -> bool:
-    """Is it a pick at a constant place other than the end (`x[:, 0]`, `x[:, :1]`)?"""
+    """Is it a pick at a constant place other than the end (`x[:, 0]`, `x[:, :1]`), or of several last tokens?"""
     if t.op == "getitem":
         parts = t.attrs.get("parts") or []
         token = parts[1] if len(parts) > 1 else None
@@ -68,7 +68,8 @@ def _fixed_place(t: Tensor) -> bool:
         if isinstance(token, slice):
             start = getattr(token.start, "value", None) if token.start is not None else 0
             stop = getattr(token.stop, "value", None) if token.stop is not None else None
-            return start == 0 and isinstance(stop, int) and stop > 0
+            several = isinstance(start, int) and start < -1 and stop is None
+            return several or (start == 0 and isinstance(stop, int) and stop > 0)
     return False
 
 

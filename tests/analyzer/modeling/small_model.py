@@ -65,6 +65,7 @@ class Layer(nn.Module):
         self.attn = Attn(config, infer_config, layer_idx)
 
     def forward(self, x, forward_metadata):
+{layer}
         return x + self.attn(x, forward_metadata)
 
 
@@ -106,6 +107,7 @@ def facts(tmp_path: Path, **parts: str) -> ModelFacts:
         init=parts.get("init", ""),
         write=parts.get("write", WRITE),
         read=parts.get("read", READ),
+        layer=parts.get("layer", ""),
         attend=parts.get("attend", ATTEND),
     )
     path = tmp_path / "modeling_small.py"
