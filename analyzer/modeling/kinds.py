@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kvskill.analyzer.modeling.values import (
@@ -112,6 +113,7 @@ def _counts_only(inst: Instance, name: str, value: Value) -> bool:
     return False
 
 
+@lru_cache(maxsize=1024)
 def _decided_by(cls: ClassVal, name: str) -> bool:
     """Does a method other than `__init__` do more with `self.name` than hand it on?"""
     for owner in cls.mro():
