@@ -202,4 +202,12 @@ def _from_keys(settings: Settings, count: int) -> Kinds | None:
                 f"{settings.where(key)} is read differently by different classes, and this model_type is not known.",
                 "Read the layer rule in the modeling code, and add layer_types to the config.",
             )
+    marks = [k for k in settings.tree if k.startswith(tuple(rules()["other_state_marks"])) and settings.raw(k)]
+    if marks and not settings.info.known:
+        raise refused(
+            "KV057",
+            settings.shown,
+            f"{settings.where(marks[0])} belongs to layers with other state than K and V; no key says which they are.",
+            "Read the layer rule in the modeling code, and add layer_types to the config.",
+        )
     return None

@@ -836,7 +836,11 @@ def _tensor_method(
         return Bool("contiguous")
     if name == "stride":
         return Unknown("stride")
-    if name in ("matmul", "bmm", "mm", "baddbmm") and args and isinstance(args[0], Tensor):
+    if name == "baddbmm" and len(args) >= 2 and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
+        from kvskill.analyzer.modeling.externals import baddbmm
+
+        return baddbmm(walk, t, args[0], args[1], kwargs, node)
+    if name in ("matmul", "bmm", "mm") and args and isinstance(args[0], Tensor):
         return walk.tensor("matmul", [t, args[0]], shapes.matmul_shape(walk, node, t.shape, args[0].shape), node)
     if name in ("new_empty", "new_zeros", "new_ones", "new_full"):
         sizes = args[0] if args else None

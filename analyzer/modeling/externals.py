@@ -176,6 +176,8 @@ def _torch_function(walk: Walk, base: str, args: list[Value], kwargs: dict[str, 
         return walk.tensor(
             "matmul", [first, rest[0]], shapes.matmul_shape(walk, node, first.shape, rest[0].shape), node
         )
+    if base == "baddbmm" and len(rest) >= 2 and isinstance(rest[0], Tensor) and isinstance(rest[1], Tensor):
+        return baddbmm(walk, first, rest[0], rest[1], kw, node)
     if base == "addmm" and len(rest) >= 2 and isinstance(rest[0], Tensor) and isinstance(rest[1], Tensor):
         out = rest[1].shape[-1] if rest[1].shape else fresh()
         shape = (*rest[0].shape[:-1], out) if rest[0].shape else None
@@ -275,6 +277,18 @@ def _torch_function(walk: Walk, base: str, args: list[Value], kwargs: dict[str, 
     return None
 
 
+def baddbmm(walk: Walk, base: Value | None, a: Tensor, b: Tensor, kw: dict[str, Value], node: ast.Call) -> Tensor:
+    """`beta * base + alpha * (a @ b)`, in its parts."""
+    out = walk.tensor("matmul", [a, b], shapes.matmul_shape(walk, node, a.shape, b.shape), node)
+    alpha, beta = kw.get("alpha", Const(1)), kw.get("beta", Const(1))
+    if alpha not in (Const(1), Const(1.0)):
+        out = walk.tensor("mul", [out, alpha], out.shape, node)
+    if isinstance(base, Tensor) and beta not in (Const(0), Const(0.0)):
+        added = base if beta in (Const(1), Const(1.0)) else walk.tensor("mul", [base, beta], base.shape, node)
+        out = walk.tensor("add", [out, added], out.shape, node)
+    return out
+
+
 def _arg(args: list[Value], kwargs: dict[str, Value], pos: int, name: str) -> Value | None:
     return args[pos] if pos < len(args) else kwargs.get(name)
 
@@ -340,6 +354,9 @@ def call_ext_instance(
     first = args[0] if args else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
     if not isinstance(first, Tensor):
         return Unknown(obj.name, tuple(args))
+    if obj.name == "torch.nn.Softmax":
+        axis = obj.kwargs.get("dim", obj.args[0] if obj.args else Const(None))
+        return shapes.METHODS["softmax"](walk, node, first, [axis], {})
     spec = _table()["modules"].get(obj.name)
     shape = first.shape
     kind = "module"

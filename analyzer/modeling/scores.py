@@ -36,6 +36,8 @@ _MASK_OPS = frozenset(
         "logical_xor",
         "triu",
         "tril",
+        "triu_",
+        "tril_",
         "masked_fill",
         "masked_fill_",
         "where",

@@ -133,6 +133,8 @@ ELEMENTWISE = frozenset(
         "dequantize",
         "tril",
         "triu",
+        "tril_",
+        "triu_",
     ]
 )
 # combine elements along an axis
