@@ -22,7 +22,7 @@ from kvskill.implementer.textops import (
 )
 from kvskill.source import SourceFile
 
-__all__ = ["Loop", "convert_loop", "find_loops"]
+__all__ = ["Loop", "convert_loop", "find_loops", "rewritten_caches"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,6 +209,12 @@ def _mini_batch(file: SourceFile, node: ast.FunctionDef, loop: Loop) -> _Batch |
         file.segment(index), file.segment(first) if first is not None else "0", caches,
         file.segment(caches.generators[0].iter),
     )
+
+
+def rewritten_caches(loop: Loop) -> list[ast.AST]:
+    """Expressions of the caches that the conversion replaces: the rows of a mini-batch."""
+    batch = _mini_batch(loop.inside.file, loop.inside.node, loop)
+    return [batch.caches] if isinstance(batch, _Batch) else []
 
 
 def _refuse(ctx: Context, file: SourceFile, node: ast.AST, what: str) -> None:

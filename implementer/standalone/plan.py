@@ -18,10 +18,11 @@ from kvskill.implementer.framework.deadcode import settle_names, sweep, write_re
 from kvskill.implementer.plan import Plan
 from kvskill.implementer.standalone.allocation import convert_allocation, find_allocations
 from kvskill.implementer.standalone.attention import convert_attention
+from kvskill.implementer.standalone.cacheuse import refuse_cache_uses
 from kvskill.implementer.standalone.graph import mark_step
 from kvskill.implementer.standalone.helpers import helper_names, insert_helpers
 from kvskill.implementer.standalone.latent import convert_latent
-from kvskill.implementer.standalone.loop import convert_loop, find_loops
+from kvskill.implementer.standalone.loop import convert_loop, find_loops, rewritten_caches
 from kvskill.implementer.standalone.pick import add_pick, convert_pick
 from kvskill.implementer.standalone.prepare import convert_prepare, find_prepare
 from kvskill.implementer.textops import names_read, statements
@@ -96,6 +97,7 @@ def _convert_host(ctx: Context, config: Mapping[str, Any], picked: bool) -> None
         convert_prepare(ctx, prepared[0], prepared[1], own, alloc.inside.node.name)
         _wrappers(ctx)
         mark_step(ctx)
+        refuse_cache_uses(ctx, alloc.inside, alloc.calls, ())
         return
     gathered = gathers(ctx.facts.program.files.values())
     if gathered:
@@ -121,6 +123,7 @@ def _convert_host(ctx: Context, config: Mapping[str, Any], picked: bool) -> None
         )
         return
     convert_loop(ctx, loops[0], me, picked)
+    refuse_cache_uses(ctx, alloc.inside, alloc.calls, rewritten_caches(loops[0]))
 
 
 def _latent_sizes(ctx: Context) -> tuple[int, int] | Literal["mixed"] | None:
