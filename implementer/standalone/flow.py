@@ -16,6 +16,8 @@ from kvskill.implementer.standalone.formulas import Counted, Grid, Num, Seq, Tok
 
 __all__ = ["Flow"]
 
+# calls whose result is dropped, and which leave their arguments as they are (or the same on every rank)
+_PURE = ("debug", "info", "warning", "print", "log", "append", "extend", "mark_static", "broadcast")
 ROUNDS = 3  # how often a loop's body is run: the third round shows a step that the second one does not
 
 
@@ -68,6 +70,8 @@ class Flow(Evaluator):
         for n in ast.walk(s):
             if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and leaf(n.func.value) == "self":
                 self.env = {k: v for k, v in self.env.items() if not k.startswith("self.")}
+            if isinstance(n, ast.Call) and (out := next((k.value for k in n.keywords if k.arg == "out"), None)):
+                self._spoil(self.eval(out))
             if isinstance(n, ast.NamedExpr):
                 self.env[n.target.id] = None
             elif isinstance(s, ast.Match) and isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store):
@@ -121,6 +125,7 @@ class Flow(Evaluator):
                 self._bind(s.target, item)
             self._block(s.body)
         self._join([before, self.env])  # after any number of rounds
+        self._maybe(s.orelse)
         return True
 
     def _rounds(self, over: ast.expr) -> list[Value]:
@@ -177,7 +182,15 @@ class Flow(Evaluator):
 
     def _effect(self, e: ast.expr) -> None:
         """A call for its effect: `x.masked_fill_(..)` and its like change `x`, `append` changes a list."""
-        if not isinstance(e, ast.Call) or not isinstance(e.func, ast.Attribute):
+        if not isinstance(e, ast.Call):
+            return
+        called = leaf(e.func) or ""
+        if called not in _PURE and not called.endswith("_"):  # it is there for what it does to its arguments
+            for arg in [*e.args, *(k.value for k in e.keywords)]:
+                held = self.eval(arg)
+                if not isinstance(held, Num) or held.tensor:
+                    self._spoil(held)
+        if not isinstance(e.func, ast.Attribute):
             return
         name = root(e.func.value)
         old = self.env.get(name or "")

@@ -46,12 +46,10 @@ def tokenizers(tree: ast.Module) -> frozenset[str]:
 def tokenizer_call(call: ast.Call, known: frozenset[str]) -> bool:
     """Does the call give token ids with their mask? A template that is only written out as text does not."""
     target = call.func
-    if isinstance(target, ast.Attribute) and target.attr in _METHODS:
-        given = {k.arg: k.value for k in call.keywords}
-        tokenize = given.get("tokenize")
-        text = isinstance(tokenize, ast.Constant) and not tokenize.value
-        return _named(target.value, known) and not text
-    return _named(target, known)
+    given = {k.arg: k.value for k in call.keywords if k.arg in ("tokenize", "return_attention_mask")}
+    if any(isinstance(v, ast.Constant) and not v.value for v in given.values()):
+        return False
+    return _named(target.value if isinstance(target, ast.Attribute) and target.attr in _METHODS else target, known)
 
 
 def _named(node: ast.expr, known: frozenset[str]) -> bool:

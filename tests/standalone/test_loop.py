@@ -81,6 +81,10 @@ def _check(folder: Any, at: str | None) -> str:
         ("position_ids = torch.arange(input_seq_len).unsqueeze(0).clone()\nposition_ids.add_(1)", "add_(1)"),
         ("position_ids = torch.arange(input_seq_len).unsqueeze(0).clone()\nother = position_ids\nother += 2", "arange"),
         ("position_ids = torch.arange(input_seq_len).unsqueeze(0).clone()\nposition_ids[:, 0] = 7", "= 7"),
+        ("position_ids = torch.arange(input_seq_len).unsqueeze(0).clone()\nself.shift(position_ids)", "position_ids ="),
+        ("position_ids = torch.arange(input_seq_len).unsqueeze(0).clone()\n"
+         "_ = torch.add(position_ids, 2, out=position_ids)", "position_ids ="),
+        ("position_ids = torch.arange(input_seq_len).unsqueeze(0)\nlogger.debug('%s', position_ids)", None),
         ("position_ids = torch.arange(input_seq_len).flip(0).unsqueeze(0)", "flip"),
         ("position_ids = torch.arange(input_seq_len).unsqueeze(0) * 2", "* 2"),
         ("position_ids = torch.arange(0, 2 * input_seq_len, 2).unsqueeze(0)", "2 * input"),
@@ -296,6 +300,7 @@ TOKENIZE = "inputs = self.tokenizer(\n            prompts, "
         (TOKENIZE, "inputs = self.tokenizer.apply_chat_template(\n            prompts, return_dict=True, ", None),
         (TOKENIZE, "inputs = self.tokenizer.batch_encode_plus(\n            prompts, ", None),
         (TOKENIZE, "encode = self.tokenizer\n        inputs = encode(\n            prompts, ", None),
+        (TOKENIZE, f"{TOKENIZE}return_attention_mask=False, ", "def model_generate"),
         (TOKENIZE, "inputs = self.encode(\n            prompts, ", "def model_generate"),
         # the result is not kept
         ("input_ids = inputs.input_ids.to(", "input_ids = input_ids.to(", "input_ids = self.tokenizer("),
