@@ -412,3 +412,36 @@ def test_prefill_and_decode_in_one_loop_over_prompts_are_refused_there(case: Cal
     start = "def model_generate(self, all_prompts, warm_up=False):\n        for prompts in all_prompts:\n"
     path.write_text(f"{head}{start}{body}", encoding="utf-8")
     assert "together in a loop" in _refused(folder, "for prompts in all_prompts")
+
+
+PREPARE = "models/modeling_prep.py"
+MASKED = "            position_ids.masked_fill_(attention_mask == 0, 1)\n"
+NEW_TOKEN = "            position_ids = kv_len.unsqueeze(1)\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "at"),
+    [
+        (MASKED, "            position_ids = position_ids.clamp(min=0)\n", None),
+        (NEW_TOKEN, "            position_ids = kv_len.view(-1, 1).long()\n", None),
+        (MASKED, f"{MASKED}            position_ids = position_ids + 2\n", "+ 2"),
+        (MASKED, f"{MASKED}            position_ids += 2\n", "+= 2"),
+        (MASKED, f"{MASKED}            position_ids.add_(self.offset)\n", "add_"),
+        (NEW_TOKEN, f"{NEW_TOKEN}            position_ids = position_ids + 2\n", "+ 2"),
+        (NEW_TOKEN, "            position_ids = kv_len.unsqueeze(1) * 2\n", "* 2"),
+        (NEW_TOKEN, "            position_ids = self.position(kv_len)\n", "self.position"),
+    ],
+)
+def test_positions_that_a_model_prepares(case: Callable[[str], Any], old: str, new: str, at: str | None) -> None:
+    folder = case("skeleton_prepare")
+    folder.replace(PREPARE, old, new)
+    if at is None:
+        folder.convert()
+        assert "position_ids = forward_metadata.position_ids" in (folder.model / PREPARE).read_text(encoding="utf-8")
+        return
+    folder.analyze()
+    with pytest.raises(Refusal) as caught:
+        folder.apply()
+    first = caught.value.findings[0]
+    line = (folder.model / PREPARE).read_text(encoding="utf-8").splitlines()[first.span.line - 1]
+    assert first.code == "KV290" and at in line, (first, line)
