@@ -12,7 +12,29 @@ from dataclasses import dataclass
 from kvskill.analyzer.runner.files import Function, functions, leaf, own_name
 from kvskill.analyzer.runner.walkrun import CACHES
 from kvskill.implementer.framework.context import Context
+from kvskill.implementer.standalone.flow import Flow
 from kvskill.implementer.standalone.graph import marks_static
+from kvskill.implementer.standalone.places import (
+    Place,
+    assigns,
+    derived,
+    find_place,
+    other_bindings,
+    other_reads,
+    out_of_order,
+    own_nodes,
+)
+from kvskill.implementer.standalone.proof import (
+    Doubt,
+    counts_on,
+    from_zero,
+    into_empty,
+    mask_text,
+    own_tokens,
+    tokenizer_call,
+    tokenizers,
+)
+from kvskill.implementer.standalone.tokenpick import Pick, find_picks
 from kvskill.implementer.textops import (
     insert_before,
     remove_statements,
@@ -22,7 +44,7 @@ from kvskill.implementer.textops import (
 )
 from kvskill.source import SourceFile
 
-__all__ = ["Loop", "convert_loop", "find_loops"]
+__all__ = ["Loop", "convert_loop", "find_loops", "rewritten_caches"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,59 +120,41 @@ def _phase(given: dict[str, ast.expr]) -> bool | None:
     return value.value if isinstance(value, ast.Constant) and isinstance(value.value, bool) else None
 
 
-def convert_loop(ctx: Context, loop: Loop, me: str, picked: bool = False) -> bool:
+def convert_loop(ctx: Context, loop: Loop, me: str, allocator: str, picked: bool = False) -> bool:
     """All edits of one loop; False when a part of it was refused. `picked`: the model picks each row's last token."""
+    plan = _understand(loop, allocator, picked)
+    if isinstance(plan, Doubt):
+        ctx.refuse(
+            loop.inside.file, plan.node, "KV290", f"The generation loop is not understood: {plan.what}.", plan.todo
+        )
+        return False
     node, file = loop.inside.node, loop.inside.file
-    mask = _mask(node)
-    if mask is None:
-        _refuse(ctx, file, node, "the tokenizer's result is not bound to one name before prefill")
-        return False
-    lengths, positions = loop.later.get("kv_len"), loop.later.get("position_ids")
-    first_positions = loop.first.get("position_ids")
-    if not isinstance(lengths, ast.Name) or not isinstance(positions, ast.Name):
-        _refuse(ctx, file, loop.decode, "the decode call does not pass kv_len and position_ids by name")
-        return False
-    batch = _mini_batch(file, node, loop)
-    if isinstance(batch, str):
-        _refuse(ctx, file, loop.prefill, batch)
-        return False
-    if batch is None and not isinstance(first_positions, ast.Name):
-        _refuse(ctx, file, loop.prefill, "the prefill call does not pass position_ids by name")
-        return False
-    decode_loop = _around(node, loop.decode)
-    picks = [] if picked else _picks(node, loop)
-    if decode_loop is None or picks is None:
-        what = "decode is not in a loop" if decode_loop is None else "the next token is not taken from `[:, -1]`"
-        _refuse(ctx, file, loop.decode if decode_loop is None else loop.prefill, what)
-        return False
-    meta = ctx.fresh_name(node, "forward_metadata")
-    unit = ctx.unit(node, file)
-    edits = ctx.edit_set(file)
-    # prefill
-    call_stmt = _statement(node, loop.prefill)
+    meta, unit, edits = ctx.fresh_name(node, "forward_metadata"), ctx.unit(node, file), ctx.edit_set(file)
+    first_positions, batch = loop.first["position_ids"], plan.batch
+    step = f"{meta} = {me}.paged_kv.prefill({plan.mask})\n"
     if batch is not None:
-        step = f"{meta} = {me}.paged_kv.prefill({mask}[{batch.rows}], {batch.first})  # rows of this mini-batch\n"
-        insert_before(edits, call_stmt, step, "metadata of the mini-batch", unit)
+        step = f"{meta} = {me}.paged_kv.prefill({plan.mask}[{batch.rows}], {batch.first})  # rows of this mini-batch\n"
         replace_expr(edits, batch.caches, batch.whole, "the table finds the rows")
-        assert first_positions is not None
-        replace_expr(edits, first_positions, f"{meta}.position_ids", "positions by row")
+    if batch is None and isinstance(first_positions, ast.Name):
+        step += f"{first_positions.id} = {meta}.position_ids\n"
     else:
-        assert isinstance(first_positions, ast.Name)
-        step = f"{meta} = {me}.paged_kv.prefill({mask})\n{first_positions.id} = {meta}.position_ids\n"
-        old = [s for s in _assigns(node, first_positions.id) if s.lineno < call_stmt.lineno]
-        _put(ctx, file, node, old, call_stmt, step, unit)
-    # decode
+        replace_expr(edits, first_positions, f"{meta}.position_ids", "positions by row")
+    _put(ctx, file, node, plan.first, step, unit)
+    lengths, positions = loop.later["kv_len"], loop.later["position_ids"]
+    length = lengths.id if isinstance(lengths, ast.Name) else ctx.fresh_name(node, "paged_kv_len")
+    if not isinstance(lengths, ast.Name):
+        replace_expr(edits, lengths, length, "lengths by row")
     step = (
-        f"{lengths.id} = {me}.paged_kv.kv_len  # tokens in the cache, by row\n"
-        f"{meta} = {me}.paged_kv.decode({lengths.id})\n"
-        f"{positions.id} = {meta}.position_ids\n"
+        f"{length} = {me}.paged_kv.kv_len  # tokens in the cache, by row\n"
+        f"{meta} = {me}.paged_kv.decode({length})\n"
     )
+    if isinstance(positions, ast.Name):
+        step += f"{positions.id} = {meta}.position_ids\n"
+    else:
+        replace_expr(edits, positions, f"{meta}.position_ids", "positions by row")
     if marks_static(ctx):
         step += f"{meta}.mark_static()\n"
-    call_stmt = _statement(node, loop.decode)
-    inside = list(statements(decode_loop.body))
-    old = [s for n in (lengths.id, positions.id) for s in _assigns(node, n) if s in inside]
-    _put(ctx, file, node, sorted(old, key=lambda s: s.lineno), call_stmt, step, unit)
+    _put(ctx, file, node, plan.later, step, unit)
     for call in (loop.prefill, loop.decode):
         last = call.keywords[-1] if call.keywords else call.args[-1]
         start, end = file.byte_range(last)
@@ -158,10 +162,153 @@ def convert_loop(ctx: Context, loop: Loop, me: str, picked: bool = False) -> boo
         lead = file.raw[line:start].decode()
         gap = ",\n" + lead if not lead.strip() else ", "
         edits.add(end, end, f"{gap}forward_metadata={meta}", "hand the metadata on")
-    for pick in picks:
-        text = f"{meta}.last_token({file.segment(pick.value)})" + (".unsqueeze(1)" if _keeps_axis(pick) else "")
-        replace_expr(edits, pick, text, "each row's last real token")
+    for pick in plan.picks:
+        text = f"{meta}.last_token({file.segment(pick.source)})" + (".unsqueeze(1)" if pick.keeps_axis else "")
+        replace_expr(edits, pick.node, text, "each row's last real token")
     return True
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """A loop that is understood: the mask's text, the mini-batch, where the steps stand, and the picks."""
+
+    mask: str
+    batch: _Batch | None
+    first: Place
+    later: Place
+    picks: list[Pick]
+
+
+_FORM = "Write it as tokenizer call, one prefill call, and a loop with one decode call."
+
+
+def _understand(loop: Loop, allocator: str, picked: bool) -> _Plan | Doubt:
+    """What is to be edited, or the first place that is not certain."""
+    node, file = loop.inside.node, loop.inside.file
+    lengths, positions = loop.later.get("kv_len"), loop.later.get("position_ids")
+    first_positions = loop.first.get("position_ids")
+    if lengths is None or positions is None or first_positions is None:
+        at = loop.prefill if first_positions is None else loop.decode
+        return Doubt(at, "the model is called without kv_len or position_ids", _FORM)
+    around, outer = _around(node, loop.decode), _around(node, loop.prefill)
+    if outer is not None and any(n is loop.decode for n in ast.walk(outer)):
+        todo = "Make what is done for one prompt a method of its own, and call it in this loop."
+        return Doubt(outer, "prefill and decode stand together in a loop, so there is a step for each round", todo)
+    closed = next((c for c in (loop.prefill, loop.decode) if not _passes_on(loop.inside, c)), None)
+    if closed is not None:
+        todo = "Take **kwargs there and hand them to the model as they are."
+        return Doubt(closed, "the model is called through a method that does not pass on all keywords", todo)
+    batch = _mini_batch(file, node, loop)
+    if isinstance(batch, str):
+        return Doubt(loop.prefill, batch, _FORM)
+    if around is None:
+        return Doubt(loop.decode, "decode is not in a loop", _FORM)
+    first, later = _statement(node, loop.prefill), _statement(node, loop.decode)
+    known = tokenizers(file.tree)
+    flow = Flow(node, lambda call: tokenizer_call(call, known), column=loop.later["input_ids"]).run()
+    mask = mask_text(flow, first)
+    if mask is None:
+        return _no_mask(node, known)
+    ids = loop.first["input_ids"]
+    old_first = assigns(node.body, leaf(first_positions) or "")
+    bound = [assigns(around.body, leaf(e) or "") or assigns(node.body, leaf(e) or "") for e in (lengths, positions)]
+    start = first_positions
+    if batch is not None and isinstance(start, ast.Subscript) and isinstance(ids, ast.Subscript):
+        start = start.value if ast.dump(start.slice) == ast.dump(ids.slice) else start
+    doubt = (
+        own_tokens(flow, first, ids.value if batch is not None and isinstance(ids, ast.Subscript) else ids)
+        or (into_empty(flow, first, loop.first["kv_len"]) if "kv_len" in loop.first else None)
+        or from_zero(flow, first, start, [s for s in old_first if s.lineno < first.lineno])
+        or counts_on(flow, later, lengths, bound[0], "lengths")
+        or counts_on(flow, later, positions, bound[1], "positions")
+    )
+    if doubt is not None:
+        return doubt
+    places = _places(node, loop, allocator, first, later, around, flow)
+    if isinstance(places, Doubt):
+        return places
+    picks = [] if picked else find_picks(node, first, later, around, flow)
+    if isinstance(picks, Doubt):
+        return picks
+    if not picks and not picked:
+        return Doubt(loop.prefill, "the next token is not taken from `[:, -1]`", _FORM)
+    mask = mask_text(flow, places[0].at) or mask
+    return _Plan(mask, batch, places[0], places[1], picks)
+
+
+def _passes_on(inside: Function, call: ast.Call) -> bool:
+    """Does the call reach the model as it is: directly, or through a method whose keywords all go on to one call?"""
+    found = [f for f in functions(inside.file) if f.node.name == leaf(call.func) and f.owner is inside.owner]
+    given = {k.arg for k in call.keywords}
+    for target in found:
+        rest = target.node.args.kwarg
+        own = {a.arg for a in [*target.node.args.args, *target.node.args.kwonlyargs]}
+        nodes = list(ast.walk(target.node))
+        reads = [n for n in nodes if rest is not None and isinstance(n, ast.Name) and n.id == rest.arg]
+        handed = [k.value for c in nodes if isinstance(c, ast.Call) for k in c.keywords if k.arg is None]
+        if len(reads) != 1 or reads[0] not in handed or own & given or "input_ids" not in given:
+            return False
+    return True
+
+
+def _no_mask(node: ast.FunctionDef, known: frozenset[str]) -> Doubt:
+    """No name holds the tokenizer's result (or its mask) at the prefill call."""
+    calls = (n for s in statements(node.body) for n in own_nodes(s) if isinstance(n, ast.Call))
+    made = [c for c in calls if tokenizer_call(c, known)]
+    return Doubt(
+        made[-1] if made else node,
+        "the tokenizer's result is not bound to one name before prefill, so that its attention_mask is at hand",
+        "Keep the result (`inputs = tokenizer(..)`) and take `inputs.input_ids` from it.",
+    )
+
+
+def _places(
+    node: ast.FunctionDef, loop: Loop, allocator: str, first: ast.stmt, later: ast.stmt, around: ast.stmt, flow: Flow
+) -> tuple[Place, Place] | Doubt:
+    """Where the steps of prefill and decode stand; nobody else may read what they bind anew."""
+    inside = {id(n) for n in ast.walk(around)} - {id(n) for n in ast.walk(getattr(around, "iter", ast.Pass()))}
+    end = around.end_lineno or 0
+
+    def in_loop(n: ast.AST) -> bool:
+        return id(n) in inside or getattr(n, "lineno", 0) > end
+
+    names = {e.id for k in ("kv_len", "position_ids") if isinstance(e := loop.later[k], ast.Name)}
+    assert isinstance(around, (ast.For, ast.While))
+    place = find_place(node, later, [s for n in names for s in assigns(around.body, n)], names)
+    made = derived(node, place, later, names)
+    doubt = (
+        out_of_order(node, place, later, names, flow)
+        or other_bindings(node, names, place.old, lambda n: id(n) in inside)
+        or other_reads(node, place, later, names, in_loop)
+        or other_reads(node, place, later, made, in_loop)
+    )
+    if doubt is not None:
+        return doubt
+    positions = loop.first["position_ids"]
+    if not isinstance(positions, ast.Name):  # its expression is replaced
+        return Place(first, ()), place
+    own = {positions.id}
+    old = [s for s in assigns(node.body, positions.id) if s.lineno < first.lineno]
+    needs = [s for s in statements(node.body) if s.lineno < first.lineno and _needed(s, allocator, flow)]
+    start = find_place(node, first, old, own, needs)
+    bound = {n.id for n in ast.walk(around) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    doubt = (
+        out_of_order(node, start, first, own, flow)
+        or other_bindings(node, own, old, lambda n: getattr(n, "lineno", 0) < first.lineno)
+        or other_reads(node, start, first, own, lambda n: not (own <= names and in_loop(n)), names)
+        or other_reads(
+            node, start, first, derived(node, start, first, own) - bound,
+            lambda n: getattr(n, "lineno", 0) >= start.at.lineno,
+        )
+    )
+    return doubt if doubt is not None else (start, place)
+
+
+def _needed(s: ast.stmt, allocator: str, flow: Flow) -> bool:
+    """Does the step of prefill need this statement before it: the caches, or the mask?"""
+    if any(isinstance(n, ast.Call) and leaf(n.func) == allocator for n in own_nodes(s)):
+        return True
+    return mask_text(flow, s) is None
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +333,7 @@ def _mini_batch(file: SourceFile, node: ast.FunctionDef, loop: Loop) -> _Batch |
     index: ast.expr = ids.slice
     bounds = index
     if isinstance(index, ast.Name):
-        found = [s.value for s in _assigns(node, index.id) if isinstance(s, ast.Assign)]
+        found = [s.value for s in assigns(node.body, index.id) if isinstance(s, ast.Assign)]
         if len(found) != 1:
             return "the row slice of the mini-batch is bound more than once"
         bounds = found[0]
@@ -211,32 +358,10 @@ def _mini_batch(file: SourceFile, node: ast.FunctionDef, loop: Loop) -> _Batch |
     )
 
 
-def _refuse(ctx: Context, file: SourceFile, node: ast.AST, what: str) -> None:
-    ctx.refuse(
-        file,
-        node,
-        "KV290",
-        f"The generation loop is not understood: {what}.",
-        "Write it as tokenizer call, one prefill call, and a loop with one decode call.",
-    )
-
-
-def _mask(node: ast.FunctionDef) -> str | None:
-    """`<tokenizer result>.attention_mask`: the only name bound from a call of a tokenizer."""
-    names = []
-    for n in ast.walk(node):
-        if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name):
-            for c in ast.walk(n.value):
-                if not isinstance(c, ast.Call):
-                    continue
-                if "tokenizer" in (leaf(c.func) or "") or (
-                    isinstance(c.func, ast.Attribute)
-                    and c.func.attr in ("apply_chat_template", "batch_encode_plus")
-                    and "tokenizer" in (leaf(c.func.value) or "")
-                ):
-                    names.append(n.targets[0].id)
-                    break
-    return f"{names[0]}.attention_mask" if len(set(names)) == 1 else None
+def rewritten_caches(loop: Loop) -> list[ast.AST]:
+    """Expressions of the caches that the conversion replaces: the rows of a mini-batch."""
+    batch = _mini_batch(loop.inside.file, loop.inside.node, loop)
+    return [batch.caches] if isinstance(batch, _Batch) else []
 
 
 def _around(node: ast.FunctionDef, call: ast.Call) -> ast.For | ast.While | None:
@@ -252,119 +377,13 @@ def _statement(node: ast.FunctionDef, call: ast.Call) -> ast.stmt:
     return found[-1]
 
 
-def _assigns(node: ast.FunctionDef, name: str) -> list[ast.stmt]:
-    """Statements that bind nothing but this name."""
-    out: list[ast.stmt] = []
-    for s in statements(node.body):
-        assigned = isinstance(s, ast.Assign) and len(s.targets) == 1 and own_name(s.targets[0]) == name
-        if assigned or (isinstance(s, ast.AugAssign) and isinstance(s.target, ast.Name) and s.target.id == name):
-            out.append(s)
-    return out
-
-
-def _put(
-    ctx: Context,
-    file: SourceFile,
-    node: ast.FunctionDef,
-    old: list[ast.stmt],
-    call_stmt: ast.stmt,
-    text: str,
-    unit: str,
-) -> None:
-    """Replace the old assignments by the step; it stands where the last of them was, before the clock starts."""
+def _put(ctx: Context, file: SourceFile, node: ast.FunctionDef, place: Place, text: str, unit: str) -> None:
+    """Replace the old assignments by the step."""
     edits = ctx.edit_set(file)
-    ahead = [s for s in old if s.lineno < call_stmt.lineno and s.col_offset == call_stmt.col_offset]
-    rest = set(old) - set(ahead[-1:])
-    if ahead:
-        replace_statement(edits, ahead[-1], text, "positions and lengths by row", unit)
+    if place.at in place.old:
+        replace_statement(edits, place.at, text, "positions and lengths by row", unit)
     else:
-        insert_before(edits, call_stmt, text, "positions and lengths by row", unit)
+        insert_before(edits, place.at, text, "positions and lengths by row", unit)
+    rest = set(place.old) - {place.at}
     if rest:
         remove_statements(edits, node, rest, "lengths come from the metadata")
-
-
-def _picks(node: ast.FunctionDef, loop: Loop) -> list[ast.Subscript] | None:
-    """`logits[:, -1]` of the prefill call's result, between that call and the decode call. None when there is none,
-    or when the result is read in a way that is not followed.
-    """
-    names = _results(node, loop)
-    found = [
-        n
-        for n in ast.walk(node)
-        if isinstance(n, ast.Subscript)
-        and loop.prefill.lineno < n.lineno < loop.decode.lineno
-        and _last_column(n.slice)
-        and _is_result(n.value, names)
-    ]
-    return found or None
-
-
-def _results(node: ast.FunctionDef, loop: Loop) -> set[str]:
-    """Names that hold the prefill call's result or logits [B, S, ..] made of it."""
-    made = _statement(node, loop.prefill)
-    names = {n for t in getattr(made, "targets", []) if (n := own_name(t)) is not None}
-    for _ in range(4):
-        for s in _between(node, loop):
-            if isinstance(s, ast.Assign) and _is_result(s.value, names) and not isinstance(s.value, ast.Name):
-                names |= {n for t in s.targets if (n := own_name(t)) is not None}
-    return names
-
-
-def _between(node: ast.FunctionDef, loop: Loop) -> list[ast.stmt]:
-    return [s for s in statements(node.body) if loop.prefill.lineno <= s.lineno < loop.decode.lineno]
-
-
-_SAME_ROWS = ("float", "to", "cpu", "softmax", "log_softmax", "argmax", "div", "detach", "clone", "contiguous")
-
-
-def _is_result(value: ast.expr, names: set[str]) -> bool:
-    """A name of the result, a field or item of it, or an operation that keeps its rows and columns."""
-    if own_name(value) in names:
-        return True
-    if isinstance(value, ast.Attribute):
-        return _is_result(value.value, names)
-    if isinstance(value, ast.Subscript):
-        return isinstance(value.slice, ast.Constant) and _is_result(value.value, names)
-    if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Div, ast.Mult)):
-        return _is_result(value.left, names)
-    if isinstance(value, ast.Call) and leaf(value.func) in _SAME_ROWS and not _keeps_dim(value):
-        inner = value.func.value if isinstance(value.func, ast.Attribute) else None
-        if inner is not None and leaf(inner) not in ("torch", "F", "functional"):
-            return _is_result(inner, names)
-        return bool(value.args) and _is_result(value.args[0], names)
-    return False
-
-
-def _keeps_dim(call: ast.Call) -> bool:
-    """An argmax that is not over the last axis (or keeps it) leaves other axes than [B, S]."""
-    if leaf(call.func) != "argmax":
-        return False
-    given = [k.value for k in call.keywords if k.arg == "dim"] or call.args[-1:]
-    last = bool(given) and ast.unparse(given[0]) == "-1"
-    return not last or any(k.arg == "keepdim" for k in call.keywords)
-
-
-def _keeps_axis(pick: ast.Subscript) -> bool:
-    """`[:, -1:]` keeps the column axis, `[:, -1]` does not."""
-    assert isinstance(pick.slice, ast.Tuple)
-    return isinstance(pick.slice.elts[1], ast.Slice)
-
-
-def _last_column(index: ast.expr) -> bool:
-    """`[:, -1]`, `[:, -1:]` and both with a third `:`"""
-    if not isinstance(index, ast.Tuple) or len(index.elts) not in (2, 3):
-        return False
-    whole = [index.elts[0], *index.elts[2:]]
-    if not all(isinstance(e, ast.Slice) and not e.lower and not e.upper and not e.step for e in whole):
-        return False
-    second = index.elts[1]
-    if isinstance(second, ast.Slice):
-        if second.upper or second.step or second.lower is None:
-            return False
-        second = second.lower
-    return (
-        isinstance(second, ast.UnaryOp)
-        and isinstance(second.op, ast.USub)
-        and isinstance(second.operand, ast.Constant)
-        and second.operand.value == 1
-    )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from kvskill.analyzer.modeling.facts import ModelFacts
 from kvskill.analyzer.modeling.trace import ancestors
-from kvskill.analyzer.runner.files import functions, leaf
+from kvskill.analyzer.runner.files import Function, functions, leaf
 from kvskill.analyzer.runner.topology import gathers
 from kvskill.analyzer.runner.walkrun import CACHES
 from kvskill.diagnostics import Diagnostic, Severity, Span
@@ -18,10 +18,11 @@ from kvskill.implementer.framework.deadcode import settle_names, sweep, write_re
 from kvskill.implementer.plan import Plan
 from kvskill.implementer.standalone.allocation import convert_allocation, find_allocations
 from kvskill.implementer.standalone.attention import convert_attention
+from kvskill.implementer.standalone.cacheuse import refuse_cache_uses
 from kvskill.implementer.standalone.graph import mark_step
 from kvskill.implementer.standalone.helpers import helper_names, insert_helpers
 from kvskill.implementer.standalone.latent import convert_latent
-from kvskill.implementer.standalone.loop import convert_loop, find_loops
+from kvskill.implementer.standalone.loop import convert_loop, find_loops, rewritten_caches
 from kvskill.implementer.standalone.pick import add_pick, convert_pick
 from kvskill.implementer.standalone.prepare import convert_prepare, find_prepare
 from kvskill.implementer.textops import names_read, statements
@@ -96,6 +97,7 @@ def _convert_host(ctx: Context, config: Mapping[str, Any], picked: bool) -> None
         convert_prepare(ctx, prepared[0], prepared[1], own, alloc.inside.node.name)
         _wrappers(ctx)
         mark_step(ctx)
+        refuse_cache_uses(ctx, alloc.inside, alloc.calls, ())
         return
     gathered = gathers(ctx.facts.program.files.values())
     if gathered:
@@ -111,6 +113,8 @@ def _convert_host(ctx: Context, config: Mapping[str, Any], picked: bool) -> None
     params = [a.arg for a in forward[0].args.args[1:]] if forward is not None else []
     loops, left = find_loops(file, alloc.inside.owner, params, alloc.inside.node.name)
     if len(loops) != 1 or left:
+        if not loops and not left and _elsewhere(ctx, alloc.inside, params):
+            return
         at: ast.AST = left[0] if left else (loops[1].prefill if len(loops) > 1 else alloc.inside.owner or file.tree)
         ctx.refuse(
             file,
@@ -120,7 +124,27 @@ def _convert_host(ctx: Context, config: Mapping[str, Any], picked: bool) -> None
             "Call the model with is_prefill=True once and with is_prefill=False once, in one function.",
         )
         return
-    convert_loop(ctx, loops[0], me, picked)
+    convert_loop(ctx, loops[0], me, alloc.inside.node.name, picked)
+    refuse_cache_uses(ctx, alloc.inside, alloc.calls, rewritten_caches(loops[0]))
+
+
+def _elsewhere(ctx: Context, made: Function, params: list[str]) -> bool:
+    """A refusal where the model is called in another class than that which allocates; False when it is not."""
+    for file in ctx.facts.program.files.values():
+        for owner in {f.owner for f in functions(file) if f.owner is not made.owner}:
+            loops, left = find_loops(file, owner, params, made.node.name)
+            calls = [loop.prefill for loop in loops] + left
+            if calls:
+                ctx.refuse(
+                    file,
+                    min(calls, key=lambda c: c.lineno),
+                    "KV290",
+                    f"The model is called here, and its caches are allocated elsewhere (`{made.node.name}`); the "
+                    "step's state is kept beside them.",
+                    "Allocate the caches in a method of the class that has the loop.",
+                )
+                return True
+    return False
 
 
 def _latent_sizes(ctx: Context) -> tuple[int, int] | Literal["mixed"] | None:

@@ -8,6 +8,10 @@ from kvskill.analyzer.runner.files import Function, functions, leaf, own_name
 from kvskill.analyzer.runner.topology import gathers
 from kvskill.analyzer.runner.walkrun import CACHES
 from kvskill.implementer.framework.context import Context
+from kvskill.implementer.standalone.flow import Flow
+from kvskill.implementer.standalone.formulas import Grid, Value, num, tensor
+from kvskill.implementer.standalone.places import assigns
+from kvskill.implementer.standalone.proof import Doubt, as_counted, from_zero
 from kvskill.implementer.textops import body_start, insert_after, insert_before, remove_statements, statements
 from kvskill.source import SourceFile
 
@@ -51,16 +55,6 @@ def convert_prepare(ctx: Context, func: Function, made: ast.Dict, me: str, alloc
             "Count the prompt's positions from it (`attention_mask.long().cumsum(-1) - 1`).",
         )
         return False
-    wrong = _positions(node)
-    if wrong is not None:
-        ctx.refuse(
-            file,
-            wrong,
-            "KV290",
-            "The position of the new token is not `kv_len`, so `kv_len` may count other tokens than the cached ones.",
-            "Let `kv_len` be the number of cached tokens before the step.",
-        )
-        return False
     changed = _changed_lengths(node)
     if changed is not None:
         ctx.refuse(
@@ -83,6 +77,10 @@ def convert_prepare(ctx: Context, func: Function, made: ast.Dict, me: str, alloc
         return False
     guard = _guard(ctx, func)
     if guard is None:
+        return False
+    doubt = _positions(func, made)
+    if doubt is not None:
+        ctx.refuse(file, doubt.node, "KV290", f"In `{node.name}`, {doubt.what}.", doubt.todo)
         return False
     text = guard + (
         "# the step in the paged cache: slots, lengths and table, from the padding mask or the tokens cached so far\n"
@@ -170,13 +168,27 @@ def _reads_mask(node: ast.FunctionDef) -> bool:
     return False
 
 
-def _positions(node: ast.FunctionDef) -> ast.expr | None:
-    """The decode positions, when they are computed from kv_len by more than a reshape."""
-    for n in ast.walk(node):
-        if isinstance(n, ast.Assign) and any(own_name(t) == "position_ids" for t in n.targets):
-            names = {x.id for x in ast.walk(n.value) if isinstance(x, ast.Name)}
-            if "kv_len" in names and any(isinstance(x, ast.BinOp) for x in ast.walk(n.value)):
-                return n.value
+def _positions(func: Function, made: ast.Dict) -> Doubt | None:
+    """Are the positions that the dict gets those of the paged step, in both phases?"""
+    keys = [k.value if isinstance(k, ast.Constant) else None for k in made.keys]
+    if "position_ids" not in keys:
+        return None
+    given = made.values[keys.index("position_ids")]
+    node = func.node
+    at = [s for s in statements(node.body) if any(n is made for n in ast.walk(s))][-1]
+    gathered = frozenset(id(test) for _, _, test in gathers([func.file]) if test is not None)
+    bound = assigns(node.body, own_name(given) or "")
+    for is_prefill in (True, False):
+        env: dict[str, Value] = {
+            "attention_mask": Grid("mask", num(P=1)),
+            "input_ids": Grid("ids", num(P=1)) if is_prefill else Grid("other", num(1)),
+            "kv_len": tensor(num(K=1)),
+            "is_prefill": is_prefill,
+        }
+        flow = Flow(node, skip=gathered).run(env)
+        doubt = from_zero(flow, at, given, bound) if is_prefill else as_counted(flow, at, given, bound)
+        if doubt is not None:
+            return doubt
     return None
 
 

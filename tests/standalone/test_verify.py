@@ -37,6 +37,75 @@ def test_case_agrees_with_its_before_state_and_hf(case: Callable[[str], Any], na
     assert any("decode step, median" in n and "old" in n and "new" in n for n in report.notes)
 
 
+ONE_BY_ONE = """    def model_generate(self, prompts, warm_up=False):
+        return [self.one([prompt], warm_up) for prompt in prompts]
+
+    @torch.no_grad()
+    def one(self, prompts, warm_up):
+"""
+OWN_TEXT = """        self.model = self._load_model()
+        self.attn_mask = get_init_attn_mask(2048, self.device)
+        self.model_generate(["Hello, how are you?"], warm_up=True)
+"""
+
+
+@pytest.mark.parametrize("form", ["one by one", "own warm-up", "text around prompts"])
+def test_other_ways_to_go_through_prompts_agree(case: Callable[[str], Any], form: str) -> None:
+    """Every prompt is a batch of its own; texts that the test did not name."""
+    folder, name = case("skeleton_gqa"), "runner_skel.py"
+    head = "    @torch.no_grad()\n    def model_generate(self, prompts, warm_up=False):\n"
+    if form == "one by one":
+        folder.replace(name, head, ONE_BY_ONE)
+    elif form == "own warm-up":
+        lines = OWN_TEXT.splitlines(keepends=True)
+        folder.replace(name, lines[0] + lines[1], OWN_TEXT)
+    else:
+        folder.replace(name, head, head + '        prompts = [f"<user>{p}</user>" for p in prompts]\n')
+    folder.convert()
+    report = verify_model(_options(folder))
+    assert report.exit_code is ExitCode.DONE, [str(f) for f in report.findings]
+    assert {c.oracle for c in report.comparisons} == {"old, right", "old, left", "HF, right", "HF, left"}
+    assert len({c.request for c in report.comparisons}) == 3
+    assert all(check.ok for check in report.checks) and len(report.checks) == 10
+
+
+def test_one_by_one_a_wrong_second_prompt_is_found(case: Callable[[str], Any]) -> None:
+    folder, name = case("skeleton_gqa"), "runner_skel.py"
+    folder.replace(name, "    @torch.no_grad()\n    def model_generate(self, prompts, warm_up=False):\n", ONE_BY_ONE)
+    folder.convert()
+    folder.replace(name, "lengths = kv_len + 1\n", "lengths = kv_len + 1 + int(kv_len[0] == 2)\n")
+    report = verify_model(_options(folder))
+    assert report.exit_code is ExitCode.FOUND
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "count"),
+    [("#1", [7, 8, 9], 3), ("<s>#1</s>", [7, 8, 9], 3), ("#12", None, 2), ("#0 or #1", None, 2), ("Hello", None, 2)],
+)
+def test_the_tokenizer_knows_any_text(text: str, given: list[int] | None, count: int) -> None:
+    from kvskill.verifier.standalone.tokens import StubTokenizer
+
+    tokenizer = StubTokenizer({"#0": [5, 6], "#1": [7, 8, 9]}, "right")
+    ids = tokenizer([text], truncation=True, max_length=9).input_ids[0].tolist()
+    assert len(ids) == count and set(ids) <= {5, 6, 7, 8, 9}
+    assert ids == (given or tokenizer([text], truncation=True, max_length=9).input_ids[0].tolist())
+    if given is None:
+        assert tokenizer([text]).input_ids.shape == (1, 1)
+
+
+def test_the_mask_of_tokens_is_found_in_any_batch() -> None:
+    import torch
+
+    from kvskill.verifier.standalone.tokens import StubTokenizer
+
+    tokenizer = StubTokenizer({"#0": [5, 6], "#1": [7, 8, 9], "#2": [5]}, "left")
+    both = tokenizer(["#0", "#1"])
+    tokenizer(["#2"])
+    assert tokenizer.mask_of(both.input_ids, 0).tolist() == [[0, 1, 1], [1, 1, 1]]
+    assert tokenizer.mask_of(both.input_ids[1:], 1).tolist() == [[1, 1, 1]]
+    assert tokenizer.mask_of(torch.tensor([[5]]), 0).tolist() == [[1]]
+
+
 def test_a_wrong_runner_is_found(case: Callable[[str], Any]) -> None:
     folder = case("skeleton_gqa")
     folder.convert()

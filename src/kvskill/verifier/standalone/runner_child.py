@@ -128,9 +128,9 @@ def _old_runs(cls: type, watch: Any, job: dict[str, Any], result: dict[str, Any]
     order = sorted(range(len(job["prompt_ids"])), key=lambda r: len(job["prompt_ids"][r]) == 1)
     result["failed"] = {}
     for request in order:
-        runner, _ = _start(cls, job, job["settings_by_request"][request])
-        watch.start()
         try:
+            runner, _ = _start(cls, job, job["settings_by_request"][request])
+            watch.start()
             runner.model_generate([f"#{request}"], warm_up=False)
         except Exception as error:
             if len(job["prompt_ids"][request]) > 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import zlib
 from typing import Any
 
 __all__ = ["Encoded", "StubTokenizer"]
@@ -22,7 +24,11 @@ class Encoded(dict):  # type: ignore[type-arg]
 
 
 class StubTokenizer:
-    """Looks prompts up by name. `last_mask` is the padding mask of the last batch that it made."""
+    """Looks prompts up by name. `batches` are the (ids, padding mask) that it made, the last one at the end.
+
+    A text around one name is that prompt. Another text (a warm-up of the runner's own) gets two tokens that follow from
+    it, or one where the runner does not cut prompts to a length.
+    """
 
     pad_token: str | None = "<pad>"
     eos_token = "</s>"
@@ -33,7 +39,7 @@ class StubTokenizer:
 
     def __init__(self, prompts: dict[str, list[int]], side: str) -> None:
         self.prompts, self.padding_side = prompts, side
-        self.last_mask: Any = None
+        self.batches: list[tuple[Any, Any]] = []
 
     def apply_chat_template(self, chats: Any, **kwargs: Any) -> Any:
         """Token ids of one chat or a list of chats; the text when no tensors are asked for."""
@@ -46,9 +52,10 @@ class StubTokenizer:
     def __call__(self, texts: Any, **kwargs: Any) -> Encoded:
         import torch
 
-        rows = [list(self.prompts[t]) for t in ([texts] if isinstance(texts, str) else texts)]
         limit = kwargs.get("max_length")
-        if limit is not None and kwargs.get("truncation"):
+        cut = limit is not None and bool(kwargs.get("truncation"))
+        rows = [self._ids(t, 2 if cut else 1) for t in ([texts] if isinstance(texts, str) else texts)]
+        if cut:
             rows = [r[:limit] for r in rows]
         width = max(map(len, rows))
         if kwargs.get("padding") == "max_length" and limit is not None:
@@ -58,8 +65,28 @@ class StubTokenizer:
         for i, row in enumerate(rows):
             at = slice(0, len(row)) if self.padding_side == "right" else slice(width - len(row), width)
             ids[i, at], mask[i, at] = torch.tensor(row), 1
-        self.last_mask = mask
+        self.batches.append((ids, mask))
         return Encoded(input_ids=ids, attention_mask=mask)
+
+    def _ids(self, text: Any, count: int) -> list[int]:
+        if text in self.prompts:
+            return list(self.prompts[text])
+        named = [n for n in re.findall(r"#\d+", str(text)) if n in self.prompts]
+        if len(set(named)) == 1:
+            return list(self.prompts[named[0]])
+        known = sorted({i for ids in self.prompts.values() for i in ids}) or [self.bos_token_id]
+        return [known[zlib.crc32(f"{i}{text}".encode()) % len(known)] for i in range(count)]
+
+    def mask_of(self, ids: Any, row: int) -> Any:
+        """The padding mask of these tokens: rows from `row` on of a batch, or any; the newest batch first."""
+        import torch
+
+        ids = ids.cpu()
+        for made, mask in reversed(self.batches):
+            for at in (row, *range(len(made) - len(ids) + 1)):
+                if torch.equal(made[at : at + len(ids)], ids.to(made.dtype)):
+                    return mask[at : at + len(ids)]
+        return self.batches[-1][1][row : row + len(ids)]
 
     def add_special_tokens(self, *args: Any, **kwargs: Any) -> int:
         """Nothing is added."""

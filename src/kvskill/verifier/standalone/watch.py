@@ -13,11 +13,16 @@ __all__ = ["Watch"]
 
 
 class Watch:
-    """Wraps the forward of the model class; `start` begins a run, `rows` gives its figures by batch row."""
+    """Wraps the forward of the model class; `start` begins a run, `rows` gives its figures by prompt.
+
+    A run may go through its prompts in several batches (one prompt each, in the extreme): prefill after decode begins
+    the next batch.
+    """
 
     def __init__(self, cls: type, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.steps: list[dict[str, Any]] = []
+        self.steps: list[dict[str, Any]] = []  # of the present batch
+        self.done: list[list[dict[str, Any]]] = []  # batches of the run before it
         self.problems: list[tuple[str, str]] = []  # (slots, lengths or tokens; what is wrong)
         self.facts: dict[str, Any] = {"steps": 0}
         self.storage: Any = None
@@ -33,14 +38,18 @@ class Watch:
 
     def start(self) -> None:
         """Forget the steps of the last run."""
-        self.steps = []
+        self.steps, self.done = [], []
+        self.tokenizer.batches.clear()
 
     def _seen(self, kwargs: dict[str, Any], out: Any) -> None:
         logits = out.logits if hasattr(out, "logits") else out[0] if isinstance(out, tuple) else out
         ids: Any = kwargs["input_ids"]
         prefill = self._is_prefill(ids, kwargs)  # several prefill calls are mini-batches of one prompt batch
+        if prefill and len(self.steps) > 1:
+            self.done.append(self.steps)
+            self.steps = []
         row = len(self.steps[0]["tokens"]) if prefill and self.steps else 0
-        mask = self.tokenizer.last_mask[row : row + ids.shape[0]]
+        mask: Any = self.tokenizer.mask_of(ids, row) if prefill else None
         if logits.dim() == 2:
             picked = logits
         elif logits.shape[1] == 1 or not prefill:
@@ -92,7 +101,8 @@ class Watch:
         if meta.kv_len.tolist() != lengths:
             self.problems.append(("lengths", "kv_len is not the number of tokens in the cache"))
         if mask is None and len(self.steps) == 1:
-            self.facts["first_decode"] = lengths
+            self.facts["first_decode"] = (self.facts["first_decode"] if self.done else []) + lengths
+            self.facts["batch"] = max(self.facts["batch"] if self.done else 0, len(lengths))
         self.facts["lengths"] = lengths if mask is None else before[:row] + lengths
         self.facts["steps"] += 1
         self.facts["cache_shapes"] = [list(t.shape) for t in pairs[0]]
@@ -103,9 +113,10 @@ class Watch:
         self.facts["layers"] = len(pairs)
 
     def rows(self) -> list[tuple[Any, Any]]:
-        """(logits [steps, vocab], tokens [steps]) by batch row."""
-        if not self.steps:
-            return []
-        logits = np.stack([s["logits"] for s in self.steps])
-        tokens = np.stack([s["tokens"] for s in self.steps])
-        return [(logits[:, b], tokens[:, b]) for b in range(logits.shape[1])]
+        """(logits [steps, vocab], tokens [steps]) by prompt."""
+        out: list[tuple[Any, Any]] = []
+        for steps in filter(None, [*self.done, self.steps]):
+            logits = np.stack([s["logits"] for s in steps])
+            tokens = np.stack([s["tokens"] for s in steps])
+            out += [(logits[:, b], tokens[:, b]) for b in range(logits.shape[1])]
+        return out
