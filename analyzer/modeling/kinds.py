@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kvskill.analyzer.modeling.values import (
@@ -72,7 +71,7 @@ def _signature(walk: Walk, value: Value, depth: int = 0) -> str:
     if isinstance(value, Instance):
         if depth >= _DEPTH:
             return value.cls.name
-        parts = [f"{k}={part(v)}" for k, v in sorted(value.attrs.items()) if not _counts_only(value, k, v)]
+        parts = [f"{k}={part(v)}" for k, v in sorted(value.attrs.items()) if not _counts_only(walk, value, k, v)]
         return f"{value.cls.name}({','.join(parts)})"
     if isinstance(value, ExtInstance):
         return value.name
@@ -101,21 +100,27 @@ def _signature(walk: Walk, value: Value, depth: int = 0) -> str:
     return type(value).__name__
 
 
-def _counts_only(inst: Instance, name: str, value: Value) -> bool:
+def _counts_only(walk: Walk, inst: Instance, name: str, value: Value) -> bool:
     """Is the attribute the layer's number or path, and does no code of the class decide by it?"""
     if not isinstance(value, Const):
-        return name in _INDEX_NAMES and not _decided_by(inst.cls, name)
+        return name in _INDEX_NAMES and not _decided_by(walk, inst.cls, name)
     if isinstance(value.value, str):
         return name in _INDEX_NAMES or "." in value.value
     number = isinstance(value.value, int) and not isinstance(value.value, bool)
     if name in _INDEX_NAMES or (number and value.value == inst.index):
-        return not _decided_by(inst.cls, name)
+        return not _decided_by(walk, inst.cls, name)
     return False
 
 
-@lru_cache(maxsize=1024)
-def _decided_by(cls: ClassVal, name: str) -> bool:
+def _decided_by(walk: Walk, cls: ClassVal, name: str) -> bool:
     """Does a method other than `__init__` do more with `self.name` than hand it on?"""
+    key = (id(cls.node), name)
+    if key not in walk.deciding:
+        walk.deciding[key] = _decides_by(cls, name)
+    return walk.deciding[key]
+
+
+def _decides_by(cls: ClassVal, name: str) -> bool:
     for owner in cls.mro():
         for method in owner.node.body:
             if not isinstance(method, ast.FunctionDef) or method.name == "__init__" or not method.args.args:

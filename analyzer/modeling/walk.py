@@ -147,6 +147,7 @@ class Walk:
     frame: Frame = field(init=False)
     steps: int = 0
     collapse_layers: bool = False
+    deciding: dict[tuple[int, str], bool] = field(default_factory=dict)  # classes whose code decides by an attribute
     naming: bool = True  # submodules get their paths while the model is built, not by helpers that hold them later
     hooks: dict[str, Callable[[Walk, ast.Call, list[Value], dict[str, Value]], Value]] = field(default_factory=dict)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -184,12 +187,23 @@ BROKEN_CONFIGS = {
 }
 
 
+@contextmanager
+def _under_a_second() -> Iterator[None]:
+    """Of processor time, and without collecting what earlier tests of this process left."""
+    gc.disable()
+    start = time.process_time()
+    try:
+        yield
+        assert time.process_time() - start < 1
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("name", list(BROKEN_CONFIGS))
 def test_broken_configs(name: str, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _break_config(repo / "models/tiny_dense", BROKEN_CONFIGS[name])
-    start = time.process_time()
-    code, _, err = _run(capsys, "tiny_dense", "--repo", repo)
-    assert time.process_time() - start < 1
+    with _under_a_second():
+        code, _, err = _run(capsys, "tiny_dense", "--repo", repo)
     assert code in (2, 3) and len(err.strip().splitlines()) == 1 and "KV" in err and "Traceback" not in err
     assert not (repo / "models/tiny_dense/kv_manifest.yaml").exists()
 
@@ -253,9 +267,8 @@ def _framework_link_out(folder: Path) -> None:
 )
 def test_broken_folders(change, number: str, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change(repo / "models/tiny_dense")
-    start = time.process_time()
-    code, _, err = _run(capsys, "tiny_dense", "--repo", repo)
-    assert time.process_time() - start < 1
+    with _under_a_second():
+        code, _, err = _run(capsys, "tiny_dense", "--repo", repo)
     assert code in (2, 3) and number in err and len(err.strip().splitlines()) == 1
 
 
