@@ -14,6 +14,7 @@ __all__ = ["mask_findings"]
 _PLAIN = {"tril": 0, "tril_": 0, "triu": 1, "triu_": 1}  # the diagonal of a plain causal mask
 _JOINING = ("logical_and", "logical_or", "logical_xor", "where", "masked_fill", "masked_fill_", "minimum", "maximum")
 _PUTS = ("fill_", "zero_", "copy_", "masked_fill_", "logical_not_", "index_fill_")
+_LIBRARIES = ("torch", "F", "np", "numpy", "nn")
 _JOINS = (ast.BitAnd, ast.BitOr, ast.BitXor, ast.Mult, ast.Add, ast.Sub)
 _TODO = "Keep the cache as it is, or put the rule (a window, a prefix) into the model's attention, where it is read."
 
@@ -109,12 +110,25 @@ class _Flow:
                 name = leaf(n.func) or ""
                 if name in self.returning:
                     return True
-                if name[:1].isupper() or name == "dict":
-                    continue
+                todo.extend(_through(n))  # what a model or a helper makes of its arguments is no mask
+                continue
             if isinstance(n, ast.Attribute) and n.attr in ("shape", "device", "dtype"):
                 continue
             todo.extend(ast.iter_child_nodes(n))
         return False
+
+
+def _through(call: ast.Call) -> list[ast.expr]:
+    """What the result of a tensor operation is made of: arguments of torch functions, the tensor of a method."""
+    if not isinstance(call.func, ast.Attribute):
+        return []
+    root: ast.expr = call.func
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    given = [*call.args, *(k.value for k in call.keywords)]
+    if isinstance(root, ast.Name) and root.id in _LIBRARIES:
+        return given
+    return [call.func.value, *(given if call.func.attr in _JOINING else [])]
 
 
 def _triangles(func: Function) -> Iterator[ast.Call]:

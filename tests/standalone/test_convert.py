@@ -326,6 +326,15 @@ PLAIN_MASK = "return ~torch.tril(torch.ones((mask_length, mask_length), dtype=to
             "    return table['mask']",
             False,
         ),
+        (  # what a model makes of its mask is no mask
+            "mask = ~torch.tril(torch.ones(mask_length, mask_length, device=device)).bool()\n"
+            "    return mask\n\n\n"
+            "def counted(model, device):\n"
+            "    hidden = ~torch.tril(torch.ones(4, 4, device=device)).bool()\n"
+            "    tokens = model(hidden).argmax(-1)\n"
+            "    return tokens + (tokens != 0)",
+            False,
+        ),
         (
             "mask = ~torch.tril(torch.ones(mask_length, mask_length, device=device)).bool()\n"
             "    mask[:, :4].fill_(False)\n    return mask",
