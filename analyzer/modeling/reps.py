@@ -78,8 +78,8 @@ def _ends(walk: Walk, cuts: list[Cut] | None) -> list[tuple[str, ...]] | None:
     return [tuple("" if t.startswith("<") or "?" in t else t for t in pair) for pair in texts]
 
 
-def rep_runs(run: Run, inst: Instance, sizes: tuple[int, ...] = ()) -> RepRun:
-    """Collect the writes and attends of `inst` in a run."""
+def rep_runs(run: Run, inst: Instance, attends: list[Attend], sizes: tuple[int, ...] = ()) -> RepRun:
+    """Collect the writes of `inst` in a run, and those of the run's attends that are its own."""
     walk = run.walk
     writes: list[Write] = []
     for call in walk.calls:
@@ -102,8 +102,8 @@ def rep_runs(run: Run, inst: Instance, sizes: tuple[int, ...] = ()) -> RepRun:
         if cache is not None and isinstance(value, Tensor) and method_frame(frame, inst) is not None:
             stmt = _frame_stmt(frame, node)
             writes.append(Write(cache, value, frame, stmt, node))
-    attends = [a for a in find_attends(walk) if method_frame(a.out.frame, inst) is not None]
-    return RepRun(run, inst, writes, attends, sizes)
+    mine = [a for a in attends if method_frame(a.out.frame, inst) is not None]
+    return RepRun(run, inst, writes, mine, sizes)
 
 
 def phase_reps(mine: list[Instance], prefill: Run, decode: Run, config: Mapping[str, Any]) -> list[RepRun]:
@@ -112,10 +112,11 @@ def phase_reps(mine: list[Instance], prefill: Run, decode: Run, config: Mapping[
     paths = {m.path for m in mine}
     twins = {m.path: m for m in submodules(decode.root) if m.path in paths}
     reps: list[RepRun] = []
+    early, late = find_attends(prefill.walk), find_attends(decode.walk)
     for inst in mine:
         if any(f.self_ is inst for f in prefill.walk.frames):
-            reps.append(rep_runs(prefill, inst, sizes))
-            reps.append(rep_runs(decode, twins[inst.path], sizes))
+            reps.append(rep_runs(prefill, inst, early, sizes))
+            reps.append(rep_runs(decode, twins[inst.path], late, sizes))
     return reps
 
 
