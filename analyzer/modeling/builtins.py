@@ -462,9 +462,9 @@ def call_builtin(walk: Walk, name: str, args: list[Value], kwargs: dict[str, Val
         if any(s is None for s in seqs):
             return Unknown("zip", tuple(args))
         rows = list(zip(*[s for s in seqs if s is not None], strict=False))
-        lead = next((a for a in args if isinstance(a, ModuleSeq)), None)
-        keep: Iterable[int] = row_representatives(walk, rows) if lead is not None else range(len(rows))
-        return Tup([Tup(list(rows[i])) for i in keep if i < len(rows)])
+        layers = any(isinstance(a, ModuleSeq) for a in args)
+        keep: Iterable[int] = row_representatives(walk, rows) if layers else range(len(rows))
+        return Tup([Tup(list(rows[i])) for i in keep])
     if name in ("list", "tuple") and args:
         if isinstance(first, ModuleSeq):
             return Tup(list(first.items), is_list=name == "list")

@@ -46,7 +46,7 @@ def token_cuts(k: Tensor) -> list[Cut] | None:
             out.append(Cut(t, start, None, other=start != Const(0)))
         elif "parts" in t.attrs:
             out.extend(_index_cuts(t))
-        elif t.op not in PASSING and t.op != "gather":
+        elif t.op not in PASSING:
             return None
         t = t.parents[0] if t.parents and t.op != "join" else None
     return None

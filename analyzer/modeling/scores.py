@@ -431,8 +431,8 @@ def _other_operand(t: Tensor, main: Value) -> ast.AST | None:
 def _add_mask(walk: Walk, out: Attend, mask: Tensor) -> None:
     """Accept masks made of positions and comparisons; find window sizes; name anything else."""
     out.masks.append(mask)
-    order = {id(t): i for i, t in enumerate(walk.tensors)}
-    for t in sorted(_mask_parts(walk, [mask]), key=lambda x: order.get(id(x), -1)):
+    parts = _mask_parts(walk, [mask])
+    for t in (t for t in walk.tensors if t in parts):  # in the order of creation
         if t.op in ("cumsum", "bucketize", "searchsorted") and any(a.op == "input:input_ids" for a in ancestors([t])):
             out.bad.append(Bad("KV142", "a mask by segments of token ids", t.node, t))
             return
